@@ -1,0 +1,25 @@
+"""pageskip: don't read most of the KV cache. Import this before triton or transformers (see runtime.py)."""
+
+from . import runtime  # first: it sets Triton's interpreter switch
+from .dense import dense_decode
+from .merge import merge_partials
+from .models import ModelUnavailable, load_model
+from .scores import page_scores
+from .selection import Budget, PageList, select_pages
+from .sparse import sparse_decode
+from .summaries import PageSummary, summarize_pages
+
+__all__ = [
+    "Budget",
+    "ModelUnavailable",
+    "PageList",
+    "PageSummary",
+    "dense_decode",
+    "load_model",
+    "merge_partials",
+    "page_scores",
+    "runtime",
+    "select_pages",
+    "sparse_decode",
+    "summarize_pages",
+]

@@ -1,0 +1,90 @@
+"""Refuse bad input with one sentence, before anything is launched."""
+
+import torch
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def shape_of(tensor):
+    return "[" + ", ".join(str(n) for n in tensor.shape) + "]"
+
+
+def check_tensor(name, tensor, axes):
+    """``tensor`` must be a torch tensor with one dimension for each word of ``axes``, its last one contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor of shape [{axes}], got {type(tensor).__name__}.")
+    if tensor.dim() != len(axes.split(", ")):
+        raise ValueError(f"{name} must have shape [{axes}], got {shape_of(tensor)}.")
+
+
+def check_heads(q, k, k_name="k"):
+    """q [B, Hq, D] and k [B, Hkv, ..., D] must agree in batch, head dim, dtype and device, and Hkv divide Hq."""
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}.")
+    if k.dtype != q.dtype:
+        raise TypeError(f"{k_name} must have q's dtype {q.dtype}, got {k.dtype}.")
+    if k.device != q.device:
+        raise ValueError(f"{k_name} must be on q's device {q.device}, got {k.device}.")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"{k_name} must have q's batch size {q.shape[0]}, got {shape_of(k)}.")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{k_name} must have q's head dim {q.shape[-1]}, got {shape_of(k)}.")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"The head dim must be one of {HEAD_DIMS}, got {q.shape[-1]}.")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"The number of query heads must be a multiple of the KV heads, got {q.shape[1]} query and {k.shape[1]} KV heads."
+        )
+
+
+def check_attention(q, k, v):
+    """Check q [B, Hq, D] and k, v [B, Hkv, T, D] of an attention call."""
+    check_tensor("q", q, "B, Hq, D")
+    check_tensor("k", k, "B, Hkv, T, D")
+    check_tensor("v", v, "B, Hkv, T, D")
+    check_heads(q, k)
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {shape_of(k)}, got {shape_of(v)}.")
+    if v.dtype != k.dtype or v.device != k.device:
+        raise ValueError(f"v must have k's dtype and device ({k.dtype}, {k.device}), got {v.dtype}, {v.device}.")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_inner_stride(name, tensor)
+
+
+def check_inner_stride(name, tensor):
+    if tensor.shape[-1] > 1 and tensor.numel() and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension (stride 1), got stride {tensor.stride(-1)}; call .contiguous()."
+        )
+
+
+def check_lengths(lengths, batch, tokens, device):
+    """Return ``lengths`` as [B] int32 on ``device``, filled with ``tokens`` when None.
+
+    Values are checked on the CPU. On a GPU reading them would stall the stream, so the kernels
+    clamp them to [0, tokens] instead and never read past the cache.
+    """
+    if lengths is None:
+        return torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    check_tensor("lengths", lengths, "B")
+    if lengths.shape[0] != batch:
+        raise ValueError(f"lengths must have one entry for each of the {batch} sequences, got {lengths.shape[0]}.")
+    if lengths.dtype != torch.int32:
+        raise TypeError(f"lengths must be int32, got {lengths.dtype}.")
+    if lengths.device != device:
+        raise ValueError(f"lengths must be on {device}, got {lengths.device}.")
+    if not lengths.is_cuda and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= tokens:
+        raise ValueError(f"lengths must lie between 0 and the cache's {tokens} tokens, got {lengths.tolist()}.")
+    return lengths
+
+
+def check_page_size(page_size):
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size!r}.")
+
+
+def page_count(tokens, page_size):
+    """N = ceil(tokens / page_size), for ints and for tensors."""
+    return (tokens + page_size - 1) // page_size

@@ -1,0 +1,127 @@
+"""Exact decode attention in two stages: splits over the KV cache, then a log-sum-exp merge.
+
+One query token leaves no parallelism over queries, so stage one makes some: the cache is cut into splits, and
+one program reads one split of one KV head for all the query heads that share it. Stage two (merge.py) adds the
+splits up. Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
+"""
+
+import torch
+
+from .checks import check_attention, check_lengths
+from .merge import empty_result, launch_merge, new_partials
+from .runtime import card, resolve_backend, tl, triton
+from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial
+
+
+@triton.jit
+def _dense_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, outs_ptr, lses_ptr,
+    q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    tokens, rows, kv_heads, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens pass 2^31 elements.
+    batch = tl.program_id(0).to(tl.int64) // kv_heads
+    head = tl.program_id(0).to(tl.int64) % kv_heads
+    split = tl.program_id(1)
+
+    group = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    live = group < G
+    in_head = (dims < D)[None, :]
+    heads = head * G + group
+    q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
+
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
+    tiles = tl.cdiv(length, TILE)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tiles)
+
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for tile in range(first, last):
+        token = tile * TILE + tl.arange(0, TILE)
+        valid = token < length
+        at = token.to(tl.int64)[:, None]
+        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
+
+    out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
+    store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
+
+
+def choose_splits(rows, tokens, sms):
+    """How many splits: enough programs for two on each SM, and at least one tile in each split.
+
+    rows = B * Hkv programs per split; tokens the cache's capacity, not its length, since a captured graph keeps the grid.
+    """
+    wanted = -(-2 * sms // max(rows, 1))
+    tiles = -(-tokens // TILE_TOKENS)
+    return max(1, min(wanted, tiles, 128))
+
+
+def check_splits(splits):
+    if splits is not None and (not isinstance(splits, int) or not 1 <= splits <= 4096):
+        raise ValueError(f"splits must be an int from 1 to 4096, got {splits!r}.")
+
+
+def launch_shape(q, k):
+    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D] and k [B, Hkv, T, D]."""
+    group, dim = q.shape[1] // k.shape[1], q.shape[2]
+    # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
+    block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
+    tile_bytes = 2 * TILE_TOKENS * block_d * k.element_size()
+    return dict(
+        G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=TILE_TOKENS,
+        num_warps=4, num_stages=max(1, min(3, 96_000 // tile_bytes)),  # 99 KB is what one program gets on Ada
+    )  # fmt: skip
+
+
+def attend_prefix(q, k, v, scale):
+    """PyTorch path of one sequence: q [Hq, D] over all of k, v [Hkv, n, D], n >= 1; fp32 out [Hq, D] and lse [Hq]."""
+    kv_heads, _, dim = k.shape
+    grouped = q.float().view(kv_heads, -1, dim) * scale
+    scores = grouped @ k.float().transpose(1, 2)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.exp(scores - lse[..., None]) @ v.float()
+    return out.reshape(-1, dim), lse.reshape(-1)
+
+
+def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="auto", return_lse=False):
+    """Exact attention of one query token per sequence over its whole KV cache.
+
+    q: [B, Hq, D]. k, v: [B, Hkv, T, D]. Any outer strides (a [B, T, Hkv, D] cache goes in as a transposed view), last
+    dimension contiguous. All three in one dtype (fp16, bf16 or fp32) on one device; Hkv divides Hq; D in 64, 80, 96,
+    128, 192, 256. lengths: [B] int32 on that device, the valid tokens of each sequence (default T); what lies
+    past a length is never read into the result, NaN included. scale: of the scores, default D ** -0.5.
+    splits: parts the cache is cut into (default from the shape and the card; ignored by the PyTorch backend).
+
+    Returns out [B, Hq, D] in q's dtype, and with ``return_lse`` also lse [B, Hq] fp32, natural log. A sequence of
+    length 0 gives out 0 and lse -inf. Sums and partial results are fp32.
+    Raises ValueError or TypeError for input that does not fit, RuntimeError where the backend cannot run.
+    """
+    check_attention(q, k, v)
+    check_splits(splits)
+    batch, kv_heads, tokens, dim = k.shape
+    lengths = check_lengths(lengths, batch, tokens, q.device)
+    scale = dim**-0.5 if scale is None else float(scale)
+    backend = resolve_backend(backend, q)
+    out, lse = empty_result(q)
+    if backend == "torch":
+        for row, length in enumerate(lengths.tolist()):
+            if length > 0:
+                out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
+    elif batch and tokens:
+        splits = splits or choose_splits(batch * kv_heads, tokens, card(q.device).sms)
+        outs, lses = new_partials(splits, q)
+        _dense_kernel[(batch * kv_heads, splits)](
+            q, k, v, lengths, outs, lses,
+            q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+            tokens, batch * q.shape[1], kv_heads, scale * LOG2_E,
+            SPLITS=splits, **launch_shape(q, k),
+        )  # fmt: skip
+        launch_merge(outs, lses, out, lse)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,78 @@
+"""Stage two: merge partial attention results by their log-sum-exp.
+
+Each part is softmax attention over some of the tokens, with its LSE (the natural log of the sum of exp(score)).
+Weighted by exp(lse - total), parts add up to attention over all the tokens. The operation is associative, so
+it does not matter who merges what first. Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
+"""
+
+import torch
+
+from .checks import check_tensor, shape_of
+from .runtime import resolve_backend, tl, triton
+
+
+@triton.jit
+def _merge_kernel(outs, lses, out, lse, rows, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    split_lse = tl.load(lses + splits * rows + row, mask=splits < S, other=float("-inf"))
+    top = tl.max(split_lse, axis=0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp(split_lse - pivot)
+    total = tl.sum(weights, axis=0)
+    # An empty part has weight 0, and whatever its buffer holds must not enter: 0 * NaN is NaN.
+    live = (split_lse > float("-inf"))[:, None] & (dims < D)[None, :]
+    parts = tl.load(outs + (splits[:, None] * rows + row) * D + dims[None, :], mask=live, other=0.0)
+    merged = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * D + dims, merged, mask=dims < D)
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(tl.where(total == 0.0, 1.0, total))))
+
+
+def empty_result(q):
+    """Attention of q [B, Hq, D] over no tokens at all: out 0 in q's dtype, lse [B, Hq] fp32 -inf."""
+    return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), device=q.device)
+
+
+def new_partials(splits, q):
+    """Scratch for stage one: outs [splits, B, Hq, D] and lses [splits, B, Hq], fp32 whatever q's dtype is."""
+    outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    return outs, torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
+
+
+def launch_merge(outs, lses, out, lse):
+    """Merge contiguous fp32 outs [S, B, Hq, D] and lses [S, B, Hq] into out [B, Hq, D] (any dtype) and lse [B, Hq]."""
+    splits, batch, heads, dim = outs.shape
+    rows = batch * heads
+    _merge_kernel[(rows,)](
+        outs, lses, out, lse, rows, S=splits, D=dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=triton.next_power_of_2(dim)
+    )
+
+
+def merge_partials(outs, lses, *, backend="auto"):
+    """Merge S partial attention results over disjoint tokens.
+
+    outs: [S, B, Hq, D], each part normalised on its own. lses: [S, B, Hq] fp32, natural log; an empty part has
+    lse = -inf, and its outs may hold anything. Returns (out [B, Hq, D] in outs' dtype, lse [B, Hq] fp32). With
+    every part empty, out is 0 and lse -inf. Arithmetic is fp32 (fp64 for fp64 outs on the PyTorch backend).
+    Raises ValueError or TypeError for shapes or dtypes that do not fit.
+    """
+    check_tensor("outs", outs, "S, B, Hq, D")
+    check_tensor("lses", lses, "S, B, Hq")
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(f"lses must have the shape of outs without its last dimension, got {shape_of(lses)} for {shape_of(outs)}.")
+    if outs.shape[0] == 0:
+        raise ValueError("outs must hold at least one part, got none.")
+    if not outs.is_floating_point() or lses.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"outs must be a float tensor and lses float32, got {outs.dtype} and {lses.dtype}.")
+    if outs.device != lses.device:
+        raise ValueError(f"lses must be on outs' device {outs.device}, got {lses.device}.")
+    if resolve_backend(backend, outs) == "triton":
+        out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
+        if out.numel():
+            launch_merge(outs.contiguous(), lses.contiguous(), out, lse)
+        return out, lse
+    total = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - total.masked_fill(total == float("-inf"), 0.0))
+    parts = outs.to(lses.dtype).masked_fill((lses == float("-inf"))[..., None], 0.0)
+    return (parts * weights[..., None]).sum(0).to(outs.dtype), total

@@ -1,0 +1,1 @@
+"""Does the model still work: policies, and the needle."""

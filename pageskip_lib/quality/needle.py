@@ -1,0 +1,183 @@
+"""The needle test: plant a code in a long text, ask for it much later, and let each policy answer.
+
+The prompt's body is prefilled exactly, once. The question itself is then read token by token under the policy, and the
+answer is decoded greedily under it: no exact attention ever sees the question, so nothing but the chosen pages can carry the code.
+"""
+
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from ..live_model import LiveCache, prefill, step, use_pageskip
+from ..models import check_fits
+from ..selection import Budget
+from .policies import POLICIES
+
+DATA = Path(__file__).resolve().parent.parent.parent / "data"
+HAYSTACKS = ("transcripts", "jargon")
+STATEMENT = ("\n\nThe vault access code is", ".\n\n")
+QUESTION = "\n\nThe vault access code is"
+ANSWER_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a planted prompt: body [n], question [m], and the positions of the code's tokens in the body."""
+
+    body: list
+    question: list
+    code_tokens: range
+
+
+def haystack(name):
+    """The text of a shipped haystack, "transcripts" (the embedded model's own answers) or "jargon" (the Jargon File)."""
+    if name not in HAYSTACKS:
+        raise ValueError(f"haystack must be one of {HAYSTACKS}, got {name!r}.")
+    return (DATA / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def plant(tokenizer, text, *, context, depth, code, seed=0):
+    """A ``Prompt`` of ``context`` tokens with the code ``depth`` (0 to 1) of the way into the body.
+
+    text: the haystack; seed rotates it by paragraphs, so that different seeds give different surroundings.
+    Raises ValueError when the haystack is too short or the depth is out of range.
+    """
+    if not 0.0 <= depth <= 1.0:
+        raise ValueError(f"depth must lie between 0 (start) and 1 (end), got {depth}.")
+    if not re.fullmatch(r"\d{1,12}", code):
+        raise ValueError(f"code must be 1 to 12 digits, got {code!r}.")
+    if code in text:
+        raise ValueError(f"The haystack itself contains {code}; choose another code.")
+    paragraphs = text.split("\n\n")
+    turn = torch.randint(len(paragraphs), (), generator=torch.Generator().manual_seed(seed)).item() if seed else 0
+    encode = lambda piece: tokenizer(piece, add_special_tokens=False).input_ids  # noqa: E731
+    before, digits, after = encode(STATEMENT[0]), encode(f" {code}"), encode(STATEMENT[1])
+    question = encode(QUESTION)
+    room = context - len(before) - len(digits) - len(after) - len(question)
+    if room < 0:
+        raise ValueError(f"context must hold at least the needle and the question, {context - room} tokens; got {context}.")
+    hay = encode("\n\n".join(paragraphs[turn:] + paragraphs[:turn]))
+    if len(hay) < room:
+        raise ValueError(f"The haystack has {len(hay):,} tokens; a context of {context:,} needs {room:,}.")
+    cut = round(depth * room)
+    body = hay[:cut] + before + digits + after + hay[cut:room]
+    start = cut + len(before)
+    return Prompt(body=body, question=question, code_tokens=range(start, start + len(digits)))
+
+
+def budget_for(share, context, page_size):
+    """The ``Budget`` that reads ``share`` (0 to 1] of a context: whole pages, rounded down."""
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"budget must be a share of the context, above 0 and at most 1, got {share}.")
+    return Budget.for_tokens(share * context, page_size)
+
+
+def make_policies(budget, page_size, seed, names=tuple(POLICIES)):
+    """One policy of each name, all with the same budget."""
+    extra = {"full": {}, "random": dict(budget=budget, seed=seed)}
+    return [POLICIES[name](page_size=page_size, **extra.get(name, dict(budget=budget))) for name in names]
+
+
+def bytes_read(call, policy, kv_heads, dim, element_size):
+    """KV bytes of one recorded decode call (one layer, one token), page summaries included."""
+    _, tokens, pages = call
+    if pages is None:
+        return 2 * kv_heads * tokens * dim * element_size
+    listed = pages.pages[pages.pages >= 0]
+    held = (tokens - listed * policy.page_size).clamp(max=policy.page_size)
+    rows = int(held.sum())
+    if policy.reads_summaries:
+        rows += kv_heads * -(-tokens // policy.page_size)
+    return 2 * rows * dim * element_size
+
+
+def needle_pages_held(call, code_pages):
+    """(held, calls): in how many of one call's KV heads does the list hold every page of the code?"""
+    _, _, pages = call
+    if pages is None:
+        return 0, 0
+    heads = pages.pages[0].tolist()
+    return sum(code_pages <= set(head) for head in heads), len(heads)
+
+
+@torch.inference_mode()
+def ask(model, tokenizer, prompt, policy, cache):
+    """Put the question to a prefilled ``cache`` (rolled back to the body first) under one policy.
+
+    Returns the row for the table: policy, answer (text), right, bytes_per_token, needle_page_share (of the calls that chose
+    pages; None where none did), seconds_per_token (median of the answer's steps).
+    """
+    cache.truncate(len(prompt.body))
+    device = model.device
+    answer, seconds, calls = [], [], []
+    with use_pageskip(model, policy, record=calls):
+        for token in prompt.question:
+            logits = step(model, torch.tensor([[token]], device=device), cache)
+        for _ in range(ANSWER_TOKENS):
+            answer.append(int(logits.argmax()))
+            started = time.perf_counter()
+            logits = step(model, torch.tensor([[answer[-1]]], device=device), cache)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+    code_pages = {token // policy.page_size for token in prompt.code_tokens}
+    held = [needle_pages_held(call, code_pages) for call in calls]
+    chances = sum(total for _, total in held)
+    config = model.config
+    read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
+    return dict(
+        policy=policy.name,
+        answer=tokenizer.decode(answer),
+        bytes_per_token=round(read / (len(prompt.question) + ANSWER_TOKENS)),
+        needle_page_share=sum(hits for hits, _ in held) / chances if chances else None,
+        seconds_per_token=statistics.median(seconds),
+    )
+
+
+def is_right(answer, code):
+    """Is the first number in the answer the code?"""
+    found = re.search(r"\d+", answer)
+    return bool(found) and found.group() == code
+
+
+def run_needle(model, tokenizer, *, context=4096, depth=0.25, budget=0.12, page_size=16, code="7491", seed=0, hay="transcripts", policies=None, progress=True):
+    """The whole test: one prefill, then every policy at one budget. Returns (rows, settings) for the table and the JSON.
+
+    context: tokens of the prompt; depth: where the code stands, 0 to 1; budget: share of the context that a policy may read;
+    page_size: tokens of a page; code: digits; seed: turns the haystack, and draws the random policy's pages.
+    Raises ValueError when the settings do not fit the model, the haystack or each other.
+    """
+    check_fits(model, context + ANSWER_TOKENS)
+    chosen = budget_for(budget, context, page_size)
+    policies = make_policies(chosen, page_size, seed, tuple(policies or POLICIES))
+    prompt = plant(tokenizer, haystack(hay), context=context, depth=depth, code=code, seed=seed)
+    cache = LiveCache(model.config)
+    prefill(model, torch.tensor([prompt.body], device=model.device), cache, progress=progress)
+    rows = []
+    for policy in tqdm(policies, desc="policies", disable=not progress):
+        row = ask(model, tokenizer, prompt, policy, cache)
+        rows.append(dict(row, right=is_right(row["answer"], code)))
+    settings = dict(
+        model=model.config._name_or_path, context=context, depth=depth, budget=budget, budget_pages=chosen.pages, sink_pages=chosen.sink,
+        local_pages=chosen.local, page_size=page_size, code=code, seed=seed, haystack=hay, dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device), question_tokens_later=context - len(prompt.question) - prompt.code_tokens.stop,
+    )  # fmt: skip
+    return rows, settings
+
+
+def table(rows):
+    """The rows as text, one line a policy."""
+    lines = [f"{'policy':<10}{'answer':<30}{'right':<7}{'KV read/token':>14}{'needle page held':>18}{'s/token':>9}"]
+    for row in rows:
+        share = "all" if row["needle_page_share"] is None else f"{row['needle_page_share']:.1%}"
+        answer = repr(row["answer"].strip())
+        lines.append(
+            f"{row['policy']:<10}{answer:<30}{'yes' if row['right'] else 'no':<7}{row['bytes_per_token'] / 1e6:>11.2f} MB"
+            f"{share:>18}{row['seconds_per_token']:>9.3f}"
+        )
+    return "\n".join(lines)

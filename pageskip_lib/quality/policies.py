@@ -1,0 +1,95 @@
+"""Which pages a decode step reads. All policies force the same sink and local pages; they differ in what fills the rest."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import check_page_size, page_count
+from ..scores import page_scores
+from ..selection import Budget, select_pages
+
+DENSE_LAYERS = 2  # layers 0 and 1 attend by position, not by content: no bound can rank their pages (Quest does the same)
+
+
+@dataclass
+class Policy:
+    """Keep the best pages by ``score``; subclasses say what best means.
+
+    budget: a ``Budget`` in pages of ``page_size`` tokens. dense_layers: the first so many layers read everything.
+    """
+
+    budget: Budget
+    page_size: int = 16
+    dense_layers: int = DENSE_LAYERS
+
+    name = None
+    reads_summaries = False
+
+    def __post_init__(self):
+        check_page_size(self.page_size)
+
+    def choose(self, layer_idx, q, keys, summary):
+        """The ``PageList`` for q [B, Hq, D] over keys [B, Hkv, T, D], or None to read everything.
+
+        summary() makes the layer's ``PageSummary``, for policies that read it.
+        """
+        if layer_idx < self.dense_layers:
+            return None
+        lengths = torch.full((keys.shape[0],), keys.shape[2], dtype=torch.int32, device=keys.device)
+        return select_pages(self.score(q, keys, summary), self.budget, lengths, self.page_size)
+
+    def pages_of(self, keys):
+        """[B, Hkv, N], the shape of this layer's scores."""
+        return (*keys.shape[:2], page_count(keys.shape[2], self.page_size))
+
+
+@dataclass
+class FullPolicy:
+    """Every page: exact attention, the control."""
+
+    page_size: int = 16
+
+    name = "full"
+    reads_summaries = False
+
+    def choose(self, layer_idx, q, keys, summary):
+        return None
+
+
+class PageskipPolicy(Policy):
+    """The pages with the highest bound on q.k (Quest, arXiv 2406.10774), the largest over the group's query heads."""
+
+    name = "pageskip"
+    reads_summaries = True
+
+    def score(self, q, keys, summary):
+        return page_scores(q, summary(), group="max")
+
+
+class WindowPolicy(Policy):
+    """The newest pages, and the sink (StreamingLLM, arXiv 2309.17453)."""
+
+    name = "window"
+
+    def score(self, q, keys, summary):
+        shape = self.pages_of(keys)
+        return torch.arange(shape[-1], dtype=torch.float32, device=keys.device).expand(shape)
+
+
+@dataclass
+class RandomPolicy(Policy):
+    """Pages drawn anew for every layer, step and KV head; the same seed draws the same pages on every device."""
+
+    seed: int = 0
+
+    name = "random"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def score(self, q, keys, summary):
+        return torch.rand(self.pages_of(keys), generator=self._generator).to(keys.device)
+
+
+POLICIES = {policy.name: policy for policy in (FullPolicy, PageskipPolicy, WindowPolicy, RandomPolicy)}

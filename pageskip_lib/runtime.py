@@ -1,0 +1,163 @@
+"""What machine is this, and can Triton kernels run on it.
+
+Import ``triton`` and ``tl`` from here, never directly: without a CUDA GPU the
+kernels run in Triton's interpreter, and that switch (``TRITON_INTERPRET``) is
+read while triton is being imported, so it has to be set first.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import torch
+
+NO_TRITON = (
+    "Triton has no build for this platform, so kernels cannot run here; "
+    "the PyTorch backend (backend='torch') gives the same results."
+)
+TOO_LATE = (
+    "Triton was imported before pageskip_lib, so its interpreter could not be switched on; "
+    "restart Python and import pageskip_lib first (transformers imports triton too)."
+)
+NEEDS_CUDA = (
+    "On a machine with a CUDA GPU, Triton kernels take CUDA tensors; move the tensors with .cuda(), "
+    "or start Python with TRITON_INTERPRET=1 to run the kernels in the interpreter on CPU tensors."
+)
+
+
+def _switch_interpreter_on():
+    """Set TRITON_INTERPRET where no GPU can run a kernel; False when it is too late for that."""
+    wanted = os.environ.get("TRITON_INTERPRET", "") not in ("", "0") or not torch.cuda.is_available()
+    if not wanted:
+        return True
+    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
+        return False
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+_IN_TIME = _switch_interpreter_on()
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+    # Just enough for the kernels' files to import; calling a kernel is refused before it gets here.
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=None)
+
+INTERPRETED = HAS_TRITON and _IN_TIME and os.environ.get("TRITON_INTERPRET", "") not in ("", "0")
+
+
+def kernel_problem(device):
+    """Why Triton kernels cannot run on tensors of ``device`` ("cpu", "cuda:0", ...), in one sentence, or None."""
+    if not HAS_TRITON:
+        return NO_TRITON
+    if not _IN_TIME:
+        return TOO_LATE
+    if torch.device(device).type == "cpu" and not INTERPRETED:
+        return NEEDS_CUDA
+    return None
+
+
+def resolve_backend(backend, tensor):
+    """Turn a public ``backend`` argument into "triton" or "torch" for the device and dtype of ``tensor``.
+
+    ``auto`` is Triton for CUDA tensors and PyTorch for CPU tensors. Raises ``ValueError`` for an unknown
+    name and for bf16 in the interpreter, ``RuntimeError`` where kernels cannot run.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}.")
+    if backend == "auto":
+        backend = "triton" if tensor.is_cuda and HAS_TRITON else "torch"
+    if backend == "torch":
+        return backend
+    problem = kernel_problem(tensor.device)
+    if problem:
+        raise RuntimeError(problem)
+    if INTERPRETED and tensor.dtype == torch.bfloat16:
+        # The interpreter holds bf16 as raw 16-bit integers, and its dot multiplies those (triton-lang/triton#11584).
+        raise ValueError(
+            "Triton's interpreter multiplies bfloat16 as bit patterns; use float16 or float32 here, or backend='torch'."
+        )
+    return backend
+
+
+def default_device():
+    """"cuda" where a CUDA GPU is usable, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the launch rules read of a device: streaming multiprocessors, and L2 bytes."""
+
+    name: str
+    sms: int
+    l2_bytes: int
+
+
+def card(device):
+    """The ``Card`` behind a torch device. A CPU stands in as a tiny card, so that the interpreter sees several splits."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Card(name=platform.processor() or platform.machine(), sms=4, l2_bytes=0)
+    found = torch.cuda.get_device_properties(device)
+    return Card(name=found.name, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One line about this machine, for captions and recorded results."""
+
+    device: str
+    name: str
+    cores: int
+    sms: int
+    l2_bytes: int
+    python: str
+    torch: str
+    triton: str
+    transformers: str
+    kernels: str
+
+    def __str__(self):
+        gpu = f"{self.sms} SMs, {self.l2_bytes / 1e6:.1f} MB L2" if self.device == "cuda" else f"{self.cores} CPU cores"
+        return (
+            f"{self.name} ({gpu}), Python {self.python}, torch {self.torch}, Triton {self.triton}, "
+            f"transformers {self.transformers}; kernels: {self.kernels}"
+        )
+
+    def as_dict(self):
+        return asdict(self)
+
+
+def machine():
+    """Describe this machine: device, versions, and how kernels run ("compiled", "interpreted" or why not at all)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(package):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "none"
+
+    device = default_device()
+    this_card = card(device)
+    return Machine(
+        device=device,
+        name=this_card.name,
+        cores=os.cpu_count() or 1,
+        sms=this_card.sms,
+        l2_bytes=this_card.l2_bytes,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=installed("triton"),
+        transformers=installed("transformers"),
+        kernels=kernel_problem(device) or ("interpreted" if INTERPRETED else "compiled"),
+    )

@@ -1,0 +1,143 @@
+"""Attention over a page list: the twin of dense.py, which walks listed pages instead of all tokens."""
+
+import torch
+
+from .checks import check_attention, check_lengths, check_page_size, check_tensor, page_count, shape_of
+from .dense import attend_prefix, choose_splits, launch_shape
+from .merge import empty_result, launch_merge, new_partials
+from .runtime import card, resolve_backend, tl, triton
+from .tiles import LOG2_E, attend_tile, store_partial
+
+
+@triton.jit
+def _sparse_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, pages_ptr, counts_ptr, outs_ptr, lses_ptr,
+    q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    tokens, rows, kv_heads, capacity, scale_log2,
+    PAGE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0).to(tl.int64) // kv_heads
+    head = tl.program_id(0).to(tl.int64) % kv_heads
+    split = tl.program_id(1)
+
+    group = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    live = group < G
+    in_head = (dims < D)[None, :]
+    heads = head * G + group
+    q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
+
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
+    pages_ptr += (batch * kv_heads + head) * capacity
+    count = tl.minimum(tl.load(counts_ptr + batch * kv_heads + head), capacity)
+    # Only the last page of an ascending list can be partly filled; counting it so, a list of all pages splits as dense does.
+    last_page = tl.load(pages_ptr + count - 1, mask=count > 0, other=0)
+    listed = tl.maximum(count - 1, 0) * PAGE + tl.minimum(tl.maximum(length - last_page * PAGE, 0), PAGE)
+    tiles = tl.cdiv(tl.where(count > 0, listed, 0), TILE)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tiles)
+
+    row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for tile in range(first, last):
+        position = tile * TILE + tl.arange(0, TILE)
+        page = tl.load(pages_ptr + position // PAGE, mask=position // PAGE < count, other=-1)
+        token = page * PAGE + position % PAGE
+        valid = (page >= 0) & (token < length)
+        at = token.to(tl.int64)[:, None]
+        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
+
+    out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
+    store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
+
+
+def _attend_listed(q, k, v, pages, page_size, length, scale):
+    """PyTorch path of one sequence: gather the tokens of ``pages`` [Hkv, K] out of k, v [Hkv, T, D], then attend.
+
+    Returns fp32 out [Hq, D] and lse [Hq]. Only listed tokens are read; a head without any gives 0 and -inf.
+    """
+    kv_heads, _, dim = k.shape
+    offsets = torch.arange(page_size, device=k.device)
+    token = (pages.long()[:, :, None] * page_size + offsets).flatten(1)
+    valid = (pages >= 0).repeat_interleave(page_size, dim=1) & (token < length)
+    token = torch.where(valid, token, 0)
+    head = torch.arange(kv_heads, device=k.device)[:, None]
+    grouped = q.float().view(kv_heads, -1, dim) * scale
+    scores = (grouped @ k[head, token].float().transpose(1, 2)).masked_fill(~valid[:, None, :], float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return (weights @ v[head, token].float()).reshape(-1, dim), lse.reshape(-1)
+
+
+def _listed(pages, row):
+    """The entries of one sequence that count: [Hkv, longest list], -1 for none."""
+    counts = pages.counts[row]
+    slots = torch.arange(int(counts.max()), device=counts.device)
+    return pages.pages[row, :, : len(slots)].masked_fill(slots >= counts[:, None], -1)
+
+
+def _lists_everything(listed, pages_held):
+    """Does every head list pages 0 to pages_held - 1?"""
+    in_order = torch.arange(pages_held, dtype=listed.dtype, device=listed.device)
+    return listed.shape[1] >= pages_held and bool((listed[:, :pages_held] == in_order).all())
+
+
+def _check_pages(pages, k, page_size):
+    for name, tensor, axes in (("pages.pages", pages.pages, "B, Hkv, K"), ("pages.counts", pages.counts, "B, Hkv")):
+        check_tensor(name, tensor, axes)
+        if tensor.dtype != torch.int32 or tensor.device != k.device:
+            raise TypeError(f"{name} must be int32 on {k.device}, got {tensor.dtype} on {tensor.device}.")
+        if tensor.shape[:2] != k.shape[:2]:
+            raise ValueError(f"{name} must start with k's B, Hkv = {tuple(k.shape[:2])}, got {shape_of(tensor)}.")
+    if not pages.pages.is_cuda and pages.pages.numel():
+        lowest, highest, pages_in_cache = int(pages.pages.min()), int(pages.pages.max()), page_count(k.shape[2], page_size)
+        if lowest < -1 or highest >= pages_in_cache:
+            raise ValueError(
+                f"pages.pages must hold page numbers from 0 to {pages_in_cache - 1} (-1 for none), got {lowest} to {highest}."
+            )
+
+
+def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backend="auto", return_lse=False):
+    """Exact attention of one query token per sequence over the listed pages only.
+
+    q, k, v, lengths, scale, backend, the results and the errors as in ``dense_decode``. pages: a ``PageList`` as
+    ``select_pages`` makes it, .pages [B, Hkv, K] int32 ascending page numbers with -1 for none, .counts [B, Hkv] int32, the
+    leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128. Page p holds tokens p * page_size and on.
+
+    The query heads of a KV head share its list and so its bytes. When every page is listed the result equals
+    ``dense_decode`` bit for bit (one tile order). An empty list gives out 0 and lse -inf.
+    """
+    check_attention(q, k, v)
+    check_page_size(page_size)
+    _check_pages(pages, k, page_size)
+    batch, kv_heads, tokens, dim = k.shape
+    lengths = check_lengths(lengths, batch, tokens, q.device)
+    scale = dim**-0.5 if scale is None else float(scale)
+    backend = resolve_backend(backend, q)
+    out, lse = empty_result(q)
+    capacity = pages.pages.shape[2]
+    if backend == "torch":
+        for row, length in enumerate(lengths.tolist()):
+            if length > 0 and capacity:
+                listed = _listed(pages, row)
+                if _lists_everything(listed, page_count(length, page_size)):  # nothing to gather
+                    out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
+                else:
+                    out[row], lse[row] = _attend_listed(q[row], k[row], v[row], listed, page_size, length, scale)
+    elif batch and tokens and capacity:
+        page_numbers = pages.pages.contiguous()
+        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), card(q.device).sms)
+        outs, lses = new_partials(splits, q)
+        _sparse_kernel[(batch * kv_heads, splits)](
+            q, k, v, lengths, page_numbers, pages.counts.contiguous(), outs, lses,
+            q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+            tokens, batch * q.shape[1], kv_heads, capacity, scale * LOG2_E,
+            PAGE=page_size, SPLITS=splits, **launch_shape(q, k),
+        )  # fmt: skip
+        launch_merge(outs, lses, out, lse)
+    return (out, lse) if return_lse else out

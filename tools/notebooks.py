@@ -1,0 +1,259 @@
+"""Runs the notebooks: `refresh` rewrites their stored outputs, `site` writes them as linked pages.
+
+    python tools/notebooks.py refresh          all of them, in order
+    python tools/notebooks.py refresh 03 08    those whose names begin so
+    python tools/notebooks.py site --needle site/needle.json
+"""
+import argparse
+import json
+import re
+import sys
+import time
+from html import escape
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+SITE = ROOT / "site"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class Refused(Exception):
+    """One sentence that says which notebook cannot be used and why."""
+
+
+def find(prefixes=()):
+    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    if prefixes:
+        paths = [path for path in paths if path.name.startswith(tuple(prefixes))]
+    if not paths:
+        raise Refused(f"no notebook in {NOTEBOOKS.name}/ begins with {' or '.join(prefixes) or 'two digits'}")
+    return paths
+
+
+def tags(cell):
+    return set(cell.metadata.get("tags", []))
+
+
+def execute(path):
+    """Run one notebook in a fresh kernel, inside its folder. Returns (notebook, seconds)."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=600,
+        coalesce_streams=True,
+        record_timing=False,
+        extra_arguments=["--log-level=ERROR"],  # kernels warn about how they talk to this process
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    start = time.perf_counter()
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        failed = next(i for i, cell in reversed(list(enumerate(notebook.cells))) if has_error(cell))
+        raise Refused(f"{path.name}: cell {failed} raised {error.ename}: {error.evalue}; nothing was written") from None
+    except CellTimeoutError:
+        raise Refused(f"{path.name}: a cell ran longer than 600 seconds; nothing was written") from None
+    except DeadKernelError:
+        raise Refused(f"{path.name}: the kernel died, most likely out of memory; nothing was written") from None
+    notebook.metadata.pop("widgets", None)  # nbclient needs the widgets' state only while it runs
+    return notebook, time.perf_counter() - start
+
+
+def has_error(cell):
+    return any(output.output_type == "error" for output in cell.get("outputs", []))
+
+
+def refresh(path):
+    """Execute a notebook and store it in its one normal form; an error leaves the file as it was."""
+    stored = nbformat.read(path, as_version=4)
+    notebook, seconds = execute(path)
+    for before, cell in zip(stored.cells, notebook.cells):
+        if "gpu" in tags(cell) and before.outputs and not has_cuda():
+            cell.outputs = before.outputs  # measured on a CUDA machine: only such a machine replaces it
+    normalise(notebook)
+    nbformat.write(notebook, path)
+    return seconds
+
+
+def has_cuda():
+    import torch  # here, because only gpu-tagged cells need it
+
+    return torch.cuda.is_available()
+
+
+def normalise(notebook):
+    """Drop whatever changes from run to run or from machine to machine, in place."""
+    notebook.nbformat_minor = 5
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({"tags": cell.metadata["tags"]} if tags(cell) else {})
+        if cell.cell_type == "code":
+            cell.outputs = stored_form(cell.outputs)
+            for output in cell.outputs:
+                if output.output_type == "execute_result":
+                    output.execution_count = cell.execution_count  # kept gpu outputs may hold an older one
+
+
+def stored_form(outputs):
+    """The outputs without widgets, whose models went with their kernel, and without this machine's files."""
+    outputs = [output for output in outputs if WIDGET_VIEW not in output.get("data", {})]
+    for output in outputs:
+        if output.output_type == "error":
+            output.traceback = [f"{output.ename}: {output.evalue}"]  # the frames name files
+        if "data" in output:
+            output.metadata = {}
+        if "image/png" in output.get("data", {}):
+            kept = {"image/png", "text/plain"} & output.data.keys()
+            output.data = {kind: output.data[kind] for kind in kept}
+    return outputs
+
+
+def site(needle_file, started):
+    from nbconvert import HTMLExporter  # here, because refresh does without its slow import
+
+    # Not embed_images: that is for pictures in markdown, and it would unfold every folded answer.
+    exporter = HTMLExporter(template_name="lab")
+    exporter.log.setLevel("ERROR")  # it warns of missing alt texts, which page() fills in
+    SITE.mkdir(exist_ok=True)
+    pages = []
+    for path in find():
+        print(f"{path.stem:28}", end="", flush=True)
+        notebook, seconds = execute(path)
+        print(f"{seconds:6.1f} s", flush=True)
+        title, question = title_and_question(notebook)
+        target = SITE / f"{path.stem}.html"
+        target.write_text(page(exporter, notebook, title), encoding="utf-8")
+        pages.append((target.name, title, question, seconds))
+
+    needle = json.loads(Path(needle_file).read_text()) if needle_file else None
+    (SITE / "index.html").write_text(index(pages, needle), encoding="utf-8")
+    print(summary(pages, needle, started))
+
+
+def page(exporter, notebook, title):
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"(\]\([^)\s:]+)\.ipynb", r"\1.html", cell.source)
+        elif cell.cell_type == "code":
+            kept = stored_form(cell.outputs)
+            if len(kept) < len(cell.outputs):
+                note = "<em>Interactive in JupyterLab; the figure before it shows the default view.</em>"
+                kept.append(nbformat.v4.new_output("display_data", {"text/html": note}))
+            cell.outputs = kept
+    resources = {"metadata": {"name": title, "path": str(NOTEBOOKS)}}
+    html, _ = exporter.from_notebook_node(notebook, resources)
+    # MathJax comes from the network: deferred, it cannot hold up a reader who is offline.
+    html = html.replace('<script src="https:', '<script defer src="https:')
+    return html.replace("No description has been provided for this image", "Figure; its numbers are printed beside it")
+
+
+def title_and_question(notebook):
+    """The first heading and the first paragraph that says "question", as plain text."""
+    paragraphs = re.split(r"\n\s*\n", notebook.cells[0].source)
+    title = paragraphs[0].splitlines()[0].lstrip("# ")
+    question = next((p for p in paragraphs[1:] if "question" in p.lower()), "")
+    question = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", question)  # links to their text
+    return title, " ".join(re.sub(r"[*#`]+", "", question).split())
+
+
+def needle_table(needle):
+    """Header and rows, every cell a string; a policy without a figure shows a dash."""
+    shown = {
+        "answer": str,
+        "right": lambda right: "yes" if right else "no",
+        "bytes_per_token": lambda count: f"{count / 1e6:.1f} MB",
+        "needle_page_share": lambda share: f"{share:.0%}",
+        "seconds_per_token": lambda seconds: f"{seconds:.3f} s",
+    }
+    rows = [["policy", "answer", "right", "read per token", "needle's page kept", "time per token"]]
+    for row in needle["rows"]:
+        figures = ["-" if row.get(key) is None else show(row[key]) for key, show in shown.items()]
+        rows.append([row["policy"], *figures])
+    return rows
+
+
+def needle_settings(needle):
+    return ", ".join(f"{key} {value}" for key, value in needle["settings"].items())
+
+
+INDEX = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>pageskip</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 16px/1.5 sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }} td, th {{ padding: .2rem .8rem .2rem 0; text-align: left; }}
+small {{ color: #555; }}
+</style></head><body>
+<h1>pageskip</h1>
+<p>Page-sparse decode attention, in notebooks. These pages show them as they ran here, just now.</p>
+<ol start="0">
+{notebooks}
+</ol>
+{needle}
+</body></html>
+"""
+
+
+def index(pages, needle):
+    items = [
+        f'<li><a href="{name}">{escape(title)}</a> <small>{seconds:.0f} s</small><br>{escape(question)}</li>'
+        for name, title, question, seconds in pages
+    ]
+    block = ""
+    if needle:
+        head, *rows = needle_table(needle)
+        lines = ["<tr>" + "".join(f"<th>{escape(text)}</th>" for text in head) + "</tr>"]
+        lines += ["<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows]
+        block = f"<h2>The needle test</h2>\n<p><small>{escape(needle_settings(needle))}</small></p>\n"
+        block += "<table>\n" + "\n".join(lines) + "\n</table>"
+    return INDEX.format(notebooks="\n".join(items), needle=block)
+
+
+def summary(pages, needle, started):
+    lines = [""]
+    if needle:
+        table = needle_table(needle)
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines += [f"The needle test ({needle_settings(needle)}):"]
+        lines += ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
+        lines += [""]
+    lines += [f"{len(pages)} notebooks ran in {sum(page[-1] for page in pages):.0f} s without an error."]
+    if started:
+        lines += [f"Everything together took {(time.time() - started) / 60:.1f} minutes."]
+    return "\n".join(lines + [f"Open {SITE.name}/index.html in a browser, or run: make lab"])
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("refresh", help="execute notebooks and store their outputs")
+    command.add_argument("names", nargs="*", help="how the names begin, such as 03; all without one")
+    command = commands.add_parser("site", help="execute every notebook and write HTML pages")
+    command.add_argument("--needle", metavar="JSON", help="the needle test's result, for the index page")
+    command.add_argument("--started", type=float, metavar="EPOCH", help="when the whole run began")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "site":
+            site(options.needle, options.started)
+        else:
+            for path in find(options.names):
+                print(f"{path.stem:28}{refresh(path):6.1f} s", flush=True)
+    except Refused as refusal:
+        print(f"{refusal}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
