@@ -22,4 +22,14 @@ __all__ = [
     "select_pages",
     "sparse_decode",
     "summarize_pages",
+    "use_pageskip",
 ]
+
+
+def __getattr__(name):
+    """``use_pageskip`` is loaded on first use: it imports transformers, which takes seconds that kernels can do without."""
+    if name == "use_pageskip":
+        from .live_model import use_pageskip
+
+        return use_pageskip
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -241,6 +241,7 @@ def _convert(gguf, out):
             raise ValueError(f"unexpected names in {gguf.name}: {left}")
         model.tie_weights()
         model.save_pretrained(out)
+        (out / WEIGHTS).chmod(0o644)  # safetensors writes 0600, which another user of a shared checkout cannot read
         bar.update()
 
 

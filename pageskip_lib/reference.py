@@ -72,3 +72,16 @@ def select(scores, budget, lengths, page_size):
             best = sorted(rest, key=lambda p: (-head[p], p))
             lists[-1].append(sorted((forced + best)[: budget.pages]))
     return lists
+
+
+def page_mass(q, k, page_size, *, scale=None):
+    """The softmax weight of each page, averaged over a KV head's query heads: fp64 [B, Hkv, N], each row adds up to 1.
+
+    q [B, Hq, D], k [B, Hkv, T, D] with T >= 1. What a perfect page selector would rank by (the oracle).
+    """
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keys = k.cpu().double().repeat_interleave(group, dim=1)
+    weights = torch.softmax((keys @ q.cpu().double()[..., None]).squeeze(-1) * scale, dim=-1)
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % page_size))
+    return padded.unflatten(-1, (-1, page_size)).sum(-1).unflatten(1, (-1, group)).mean(2)

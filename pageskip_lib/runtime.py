@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -102,11 +103,20 @@ class Card:
     l2_bytes: int
 
 
+def _cpu_name():
+    """"AMD EPYC" and the like; the architecture where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def card(device):
     """The ``Card`` behind a torch device. A CPU stands in as a tiny card, so that the interpreter sees several splits."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Card(name=platform.processor() or platform.machine(), sms=4, l2_bytes=0)
+        return Card(name=_cpu_name(), sms=4, l2_bytes=0)
     found = torch.cuda.get_device_properties(device)
     return Card(name=found.name, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
 

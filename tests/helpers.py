@@ -146,6 +146,7 @@ class Guarded:
 def far_apart(x, axis, tmp_path):
     """The same values as x, in memory so that entries along ``axis`` lie so far apart that offsets pass 2^31 elements.
 
+    With 3 entries or more the stride itself stays below 2^31, so that the kernel gets it as a 32-bit integer.
     On the CPU the memory is a file with holes, which takes next to no room.
     """
     strides = list(x.contiguous().stride())

@@ -295,11 +295,11 @@ def test_partials_are_fp32(dtype, device, monkeypatch):
 @each_backend
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "token"])
 def test_offsets_past_2_to_31(backend, axis, device, tmp_path):
-    """Cases B1 and B2: sequences, heads or tokens that lie more than 2^31 elements apart."""
-    q, k, v = make_qkv(2, 4, 2, 66, 64, dtype=torch.float16, device=device)
-    expected = attend(q, k, v, splits=2, backend=backend)
+    """Cases B1 and B2: sequences, heads or tokens whose offset passes 2^31 elements, though each stride fits 32 bits."""
+    q, k, v = make_qkv(3, 3, 3, 5, 64, dtype=torch.float16, device=device)
+    expected = attend(q, k, v, splits=1, backend=backend)
     for keys, values in ((far_apart(k, axis, tmp_path), v), (k, far_apart(v, axis, tmp_path))):
-        found = attend(q, keys, values, splits=2, backend=backend)
+        found = attend(q, keys, values, splits=1, backend=backend)
         assert same_bits(found[0], expected[0]) and same_bits(found[1], expected[1])
 
 
@@ -307,7 +307,7 @@ def test_offsets_past_2_to_31(backend, axis, device, tmp_path):
 @pytest.mark.parametrize("axis", [0, 1], ids=["batch", "head"])
 def test_query_offsets_past_2_to_31(backend, axis, device, tmp_path):
     """Case B4: the same for the queries."""
-    q, k, v = make_qkv(2, 4, 2, 20, 64, dtype=torch.float16, device=device)
+    q, k, v = make_qkv(3, 3, 1, 20, 64, dtype=torch.float16, device=device)
     far = far_apart(q, axis, tmp_path)
     assert same_bits(dense_decode(far, k, v, backend=backend), dense_decode(q, k, v, backend=backend))
 
@@ -316,12 +316,13 @@ def test_query_offsets_past_2_to_31(backend, axis, device, tmp_path):
 def test_cache_of_more_than_2_to_31_elements(device):
     """Case B2: 33 sequences of 65,536 tokens, 8 KV heads and D = 128; the last one equals itself alone."""
     q, k, v = make_qkv(33, 32, 8, 1, 128, dtype=torch.float16, device=device)
-    k = torch.zeros(33, 8, 65536, 128, dtype=torch.float16, device=device).normal_()
-    v = torch.zeros_like(k).normal_()
+    generator = torch.Generator(device).manual_seed(0)
+    k, v = (torch.empty(33, 8, 65536, 128, dtype=torch.float16, device=device).normal_(generator=generator) for _ in range(2))
     assert k.numel() > 2**31
     out = dense_decode(q, k, v, splits=4)
     assert same_bits(out[-1:], dense_decode(q[-1:], k[-1:].clone(), v[-1:].clone(), splits=4))
-    torch.testing.assert_close(out[-1:], dense_decode(q[-1:], k[-1:], v[-1:], backend="torch"), rtol=2**-9, atol=2**-11)
+    # The roundings (2^-11) of 65,536 weights average out: out itself is about 2^-7 here, and errors stay as far below it.
+    torch.testing.assert_close(out[-1:], dense_decode(q[-1:], k[-1:], v[-1:], backend="torch"), rtol=2**-9, atol=2**-15)
 
 
 @pytest.mark.gpu
@@ -346,8 +347,8 @@ def test_lengths_beyond_the_cache_are_clamped_on_the_gpu(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [128, 4096])
+@pytest.mark.parametrize("splits", [128, 512])
 def test_many_splits_on_the_gpu(splits, device):
-    """`splits` goes up to 4096, and the merge has to hold them all."""
+    """Most of them empty, and the merge has to hold them all."""
     q, k, v = make_qkv(1, 2, 1, 5000, 128, dtype=torch.float16, device=device)
     assert_is_attention(attend(q, k, v, splits=splits), q, k, v)

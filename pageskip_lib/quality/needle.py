@@ -7,6 +7,7 @@ answer is decoded greedily under it: no exact attention ever sees the question, 
 import re
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,9 @@ def plant(tokenizer, text, *, context, depth, code, seed=0):
         raise ValueError(f"The haystack has {len(hay):,} tokens; a context of {context:,} needs {room:,}.")
     cut = round(depth * room)
     body = hay[:cut] + before + digits + after + hay[cut:room]
-    start = cut + len(before)
-    return Prompt(body=body, question=question, code_tokens=range(start, start + len(digits)))
+    stop = cut + len(before) + len(digits)
+    spaces = sum(not tokenizer.decode([token]).strip() for token in digits)  # some tokenizers make the space a token of its own
+    return Prompt(body=body, question=question, code_tokens=range(stop - len(digits) + spaces, stop))
 
 
 def budget_for(share, context, page_size):
@@ -96,45 +98,43 @@ def bytes_read(call, policy, kv_heads, dim, element_size):
     return 2 * rows * dim * element_size
 
 
-def needle_pages_held(call, code_pages):
-    """(held, calls): in how many of one call's KV heads does the list hold every page of the code?"""
-    _, _, pages = call
-    if pages is None:
-        return 0, 0
-    heads = pages.pages[0].tolist()
-    return sum(code_pages <= set(head) for head in heads), len(heads)
+def held_by_step(calls, prompt, policy):
+    """{(layer, step): KV heads whose list holds every page of the code}, for the recorded calls that chose pages."""
+    code_pages = {token // policy.page_size for token in prompt.code_tokens}
+    held, steps = {}, Counter()
+    for layer, _, pages in calls:
+        if pages is not None:
+            held[layer, steps[layer]] = sum(code_pages <= set(head) for head in pages.pages[0].tolist())
+        steps[layer] += 1
+    return held
 
 
 @torch.inference_mode()
-def ask(model, tokenizer, prompt, policy, cache):
-    """Put the question to a prefilled ``cache`` (rolled back to the body first) under one policy.
+def ask(model, tokenizer, prompt, policy, cache, *, record=None):
+    """Put the question to a prefilled ``cache`` (rolled back to the body first) under one policy, and decode greedily.
 
-    Returns the row for the table: policy, answer (text), right, bytes_per_token, needle_page_share (of the calls that chose
-    pages; None where none did), seconds_per_token (median of the answer's steps).
+    record: a list that receives the decode calls, as ``use_pageskip`` reports them. Returns the row of the table: policy, answer
+    (text), bytes_per_token, needle_page_share (of the calls that chose pages; None where none did), seconds_per_token (median).
     """
     cache.truncate(len(prompt.body))
-    device = model.device
-    answer, seconds, calls = [], [], []
+    calls = [] if record is None else record
+    answer, seconds = [], []
     with use_pageskip(model, policy, record=calls):
-        for token in prompt.question:
-            logits = step(model, torch.tensor([[token]], device=device), cache)
-        for _ in range(ANSWER_TOKENS):
-            answer.append(int(logits.argmax()))
+        for position in range(len(prompt.question) + ANSWER_TOKENS - 1):
+            token = prompt.question[position] if position < len(prompt.question) else answer[-1]
             started = time.perf_counter()
-            logits = step(model, torch.tensor([[answer[-1]]], device=device), cache)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            chosen = step(model, torch.tensor([[token]], device=model.device), cache).argmax().item()  # waits for a GPU
             seconds.append(time.perf_counter() - started)
-    code_pages = {token // policy.page_size for token in prompt.code_tokens}
-    held = [needle_pages_held(call, code_pages) for call in calls]
-    chances = sum(total for _, total in held)
+            if position >= len(prompt.question) - 1:
+                answer.append(chosen)
+    held = held_by_step(calls, prompt, policy)
     config = model.config
     read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
     return dict(
         policy=policy.name,
         answer=tokenizer.decode(answer),
-        bytes_per_token=round(read / (len(prompt.question) + ANSWER_TOKENS)),
-        needle_page_share=sum(hits for hits, _ in held) / chances if chances else None,
+        bytes_per_token=round(read / len(seconds)),
+        needle_page_share=sum(held.values()) / (len(held) * config.num_key_value_heads) if held else None,
         seconds_per_token=statistics.median(seconds),
     )
 
@@ -172,12 +172,12 @@ def run_needle(model, tokenizer, *, context=4096, depth=0.25, budget=0.12, page_
 
 def table(rows):
     """The rows as text, one line a policy."""
-    lines = [f"{'policy':<10}{'answer':<30}{'right':<7}{'KV read/token':>14}{'needle page held':>18}{'s/token':>9}"]
+    lines = [f"{'policy':<10}{'answer':<36}{'right':<7}{'KV read/token':>14}{'needle page held':>18}{'s/token':>9}"]
     for row in rows:
         share = "all" if row["needle_page_share"] is None else f"{row['needle_page_share']:.1%}"
         answer = repr(row["answer"].strip())
         lines.append(
-            f"{row['policy']:<10}{answer:<30}{'yes' if row['right'] else 'no':<7}{row['bytes_per_token'] / 1e6:>11.2f} MB"
+            f"{row['policy']:<10}{answer:<36}{'yes' if row['right'] else 'no':<7}{row['bytes_per_token'] / 1e6:>11.2f} MB"
             f"{share:>18}{row['seconds_per_token']:>9.3f}"
         )
     return "\n".join(lines)

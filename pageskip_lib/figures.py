@@ -1,0 +1,107 @@
+"""Every figure of the notebooks: a pure function of data that returns a matplotlib Figure.
+
+The title states the finding, the caption says where the data comes from (``measured_here`` or ``recorded_on``).
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+COLOURS = {
+    "full": "#4d4d4d",
+    "oracle": "#009E73",
+    "pageskip": "#0072B2",
+    "window": "#E69F00",
+    "random": "#CC79A7",
+}
+LABELS = {
+    "full": "full attention",
+    "oracle": "oracle (true mass)",
+    "pageskip": "pageskip (page bound)",
+    "window": "sliding window",
+    "random": "random pages",
+}
+
+
+def measured_here(machine, what):
+    """Caption of a figure whose data this session produced. machine: a ``runtime.Machine``."""
+    kind = "CUDA GPU" if machine.device == "cuda" else "CPU"
+    return f"Measured here, now, on this machine's {kind}: {what}."
+
+
+def recorded_on(machine, when, what):
+    """Caption of a figure drawn from a recorded run. machine: its ``Machine.as_dict()``; when: ISO date."""
+    return f"Recorded on {machine['name']} (torch {machine['torch']}, Triton {machine['triton']}), {when}: {what}."
+
+
+def _blank(title, caption, height=3.4):
+    figure = Figure(figsize=(7.2, height), dpi=90, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption, fontsize=7.5, color="#555555", x=0.01, ha="left")
+    return figure, axes
+
+
+def mass_kept(curves, share, caption):
+    """How much attention mass the first pages of each ranking hold.
+
+    curves: {policy: [mass kept by the best 1, 2, ... N pages]}, oracle and pageskip among them; share: the budget to mark, 0 to 1.
+    """
+    pages = len(curves["oracle"])
+    budget = max(1, int(share * pages))
+    title = (
+        f"{budget} of {pages} pages ({budget / pages:.0%}): the oracle keeps {curves['oracle'][budget - 1]:.0%} of the attention, "
+        f"the bound {curves['pageskip'][budget - 1]:.0%}"
+    )
+    figure, axes = _blank(title, caption)
+    for policy, kept in curves.items():
+        axes.plot([(n + 1) / pages for n in range(pages)], kept, color=COLOURS[policy], label=LABELS[policy])
+    axes.axvline(budget / pages, color="#999999", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="share of the pages read", ylabel="attention mass kept", xlim=(0, 1), ylim=(0, 1.02))
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    return figure
+
+
+def needle_bars(rows, code, caption):
+    """Bytes read for a token under each policy, with the answer beside the bar. rows: as ``quality.needle.run_needle`` returns them."""
+    full, right = rows[0], [row for row in rows if row["right"]]
+    if len(right) > 1:
+        best = min(right, key=lambda row: row["bytes_per_token"])
+        title = f"{best['policy']} finds {code} reading {best['bytes_per_token'] / full['bytes_per_token']:.0%} of what full attention reads"
+    else:
+        title = f"Only full attention finds {code} here" if right == [full] else f"Nobody finds {code} here"
+    figure, axes = _blank(title, caption, height=2.6)
+    for row in reversed(rows):
+        megabytes = row["bytes_per_token"] / 1e6
+        axes.barh(LABELS[row["policy"]], megabytes, color=COLOURS[row["policy"]], height=0.6)
+        verdict = "right" if row["right"] else "wrong"
+        inside = row is full
+        axes.annotate(
+            f"{row['answer'].strip()!r}: {verdict}", (megabytes, LABELS[row["policy"]]), xytext=(-6 if inside else 6, 0),
+            textcoords="offset points", va="center", ha="right" if inside else "left", color="white" if inside else "black", fontsize=9,
+        )  # fmt: skip
+    axes.set_xlabel("KV cache and summaries read per token (MB)")
+    return figure
+
+
+def needle_map(held, kv_heads, tokens, title, caption):
+    """In which layers, and at which step, the selection held the needle's page.
+
+    held: {(layer, step): KV heads whose list held it}; layers without an entry read everything. tokens: the text of each step.
+    """
+    layers = sorted({layer for layer, _ in held})
+    figure, axes = _blank(title, caption, height=4.4)
+    counts = [[held[layer, step] for step in range(len(tokens))] for layer in layers]
+    image = axes.imshow(
+        counts, aspect="auto", cmap=colormaps["Blues"].resampled(kv_heads + 1), vmin=-0.5, vmax=kv_heads + 0.5, origin="lower",
+        extent=(-0.5, len(tokens) - 0.5, layers[0] - 0.5, layers[-1] + 0.5),
+    )  # fmt: skip
+    axes.set_xticks(range(len(tokens)), [repr(token)[1:-1] or " " for token in tokens], rotation=45, ha="right", fontsize=8)
+    axes.set(xlabel="token being read or written", ylabel="layer")
+    bar = figure.colorbar(image, ax=axes, ticks=range(kv_heads + 1))
+    bar.set_label("KV heads that hold the needle's page")
+    return figure

@@ -1,0 +1,566 @@
+"""The step inside a live transformers model: tiny random-weight models, in fp32, against plain transformers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pageskip_lib import Budget, PageList, reference, summarize_pages  # before transformers: it imports triton
+from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
+from pageskip_lib.quality.policies import POLICIES, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+
+from transformers import (
+    DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
+    Qwen2ForCausalLM, StaticCache,
+)  # fmt: skip
+
+from helpers import randn, same_bits
+
+SIZES = dict(
+    vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+WINDOW = 24
+EVERYTHING = PageskipPolicy(Budget(64), dense_layers=0)  # 64 pages of 16 tokens: more than any prompt here
+FEW = PageskipPolicy(Budget(5), dense_layers=0)
+
+# Two fp32 paths through 4 layers: each sum of up to 256 terms rounds at 2^-24, which residuals and norms carry on.
+# 64 such errors of the largest logit leave room for all of them and none for a wrong token.
+CLOSE = dict(rtol=64 * 2**-22, atol=64 * 2**-22)
+
+
+def make(config, model_class, device):
+    torch.manual_seed(0)
+    model = model_class(config).to(device).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)  # they start at 0, where a lost bias would not show
+        elif "_proj" in name or "embed" in name:
+            parameter.data *= 4  # sharper attention and logits, so that a wrong key changes the tokens
+    return model
+
+
+MODELS = {
+    "llama": lambda: (LlamaConfig(**SIZES), LlamaForCausalLM),
+    "qwen2 with biases": lambda: (Qwen2Config(**SIZES), Qwen2ForCausalLM),
+}
+WINDOWED = {
+    "mistral": lambda: (MistralConfig(**SIZES, sliding_window=WINDOW), MistralForCausalLM),
+    "qwen2": lambda: (
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2), Qwen2ForCausalLM,
+    ),
+    "gemma3": lambda: (
+        Gemma3TextConfig(
+            **SIZES, head_dim=64, sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        ), Gemma3ForCausalLM,
+    ),
+}  # fmt: skip
+WINDOWED_LAYERS = {"mistral": {0, 1, 2, 3}, "qwen2": {2, 3}, "gemma3": {0, 2}}
+
+
+@pytest.fixture(params=MODELS)
+def model(request, device):
+    return make(*MODELS[request.param](), device)
+
+
+@pytest.fixture
+def llama(device):
+    return make(*MODELS["llama"](), device)
+
+
+def prompt(tokens, batch=1, seed=0, device="cpu"):
+    return torch.randint(2, 128, (batch, tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def generate(model, ids, new=12, **options):
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False) | options
+    return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
+
+
+def ragged(model):
+    """Three left-padded prompts and their mask."""
+    ids, mask = prompt(50, batch=3, device=model.device), torch.ones(3, 50, dtype=torch.long, device=model.device)
+    for row, padding in enumerate((0, 7, 33)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    return ids, mask
+
+
+# --- prefill -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_prefill_is_causal_with_padding(model):
+    """Case K1: a registered attention function without its mask function would see the future, or the padding."""
+    ids, mask = ragged(model)
+    expected = model(ids, attention_mask=mask).logits
+    with use_pageskip(model, FEW):
+        found = model(ids, attention_mask=mask).logits
+        earlier = model(ids[:1, :20]).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **CLOSE)
+    torch.testing.assert_close(earlier, expected[:1, :20], **CLOSE)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+def test_chunked_prefill(llama, chunk):
+    """Case K5: chunks over a cache that already holds something see all of it, and not the future."""
+    ids = prompt(45, device=llama.device)
+    expected = llama(ids).logits[:, -1]
+    with use_pageskip(llama, EVERYTHING):
+        cache = LiveCache(llama.config)
+        assert torch.allclose(prefill(llama, ids, cache, chunk=chunk), expected, **CLOSE)
+    assert cache.get_seq_length() == 45
+
+
+@torch.inference_mode()
+def test_chunks_then_several_tokens_then_one_at_a_time(model):
+    """Case K5: chunks, a few tokens at once (as in speculation), single ones; every logit as in one forward."""
+    ids = prompt(70, device=model.device)
+    expected = model(ids).logits[0]
+    with use_pageskip(model, EVERYTHING):
+        cache = LiveCache(model.config)
+        prefill(model, ids[:, :40], cache, chunk=13)
+        at = 40
+        for many in (3, 1, 1, 9, 1, 2, 1):
+            found = step(model, ids[:, at : at + many], cache)
+            at += many
+            torch.testing.assert_close(found[0], expected[at - 1], **CLOSE)
+
+
+def test_prefill_refuses_what_does_not_fit(llama):
+    with use_pageskip(llama, FEW), pytest.raises(ValueError, match="1,025 tokens.*1,024"):
+        prefill(llama, prompt(1025, device=llama.device), LiveCache(llama.config))
+
+
+# --- generate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 60])
+def test_full_budget_generates_the_same_tokens(model, tokens):
+    """generate() unchanged: where the budget holds every page, token for token what plain transformers gives."""
+    ids = prompt(tokens, device=model.device)
+    expected = generate(model, ids, new=20)
+    calls = []
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        assert generate(model, ids, new=20) == expected
+    assert session.exact_layers == {}
+    decoded = [(layer, length) for layer, length, pages in calls if pages is not None]
+    assert {layer for layer, _ in decoded} == {0, 1, 2, 3}, "some layer never went through the policy"
+    assert max(length for _, length in decoded) == tokens + 19
+
+
+def test_small_budget_reads_few_pages_and_changes_the_logits(llama):
+    """The control: with few pages the model does go through the list, so the tests above cannot pass by doing nothing."""
+    ids, calls = prompt(300, device=llama.device), []
+    with torch.inference_mode():
+        exact = llama(ids).logits[:, -1]
+        with use_pageskip(llama, FEW, record=calls):
+            cache = LiveCache(llama.config)
+            prefill(llama, ids[:, :-1], cache)
+            calls.clear()
+            found = step(llama, ids[:, -1:], cache)
+    assert [call[:2] for call in calls] == [(layer, 300) for layer in range(4)]
+    assert all((pages.counts == 5).all() and (pages.pages[..., 0] == 0).all() for _, _, pages in calls)
+    assert not torch.allclose(found, exact, **CLOSE)
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), EVERYTHING, WindowPolicy(Budget(64)), RandomPolicy(Budget(64))], ids=lambda policy: policy.name)
+def test_every_policy_with_room_for_all_pages(llama, policy):
+    ids = prompt(40, device=llama.device)
+    expected = generate(llama, ids)
+    with use_pageskip(llama, policy):
+        assert generate(llama, ids) == expected
+
+
+def test_equal_length_batch(model):
+    """A batch without padding needs no mask, so it goes through the policy."""
+    ids, calls = prompt(40, batch=3, device=model.device), []
+    expected = generate(model, ids)
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        assert generate(model, ids) == expected
+    assert session.exact_layers == {} and any(pages is not None for _, _, pages in calls)
+
+
+def test_ragged_batch_stays_exact_and_is_listed(model):
+    """Case K1: left padding comes as a mask, which no page list can express; such steps are exact, and say so."""
+    ids, mask = ragged(model)
+    expected = generate(model, ids, attention_mask=mask)
+    calls = []
+    with use_pageskip(model, FEW, record=calls) as session:
+        assert generate(model, ids, attention_mask=mask) == expected
+    assert session.exact_layers == {layer: "padding or another mask is in force" for layer in range(4)}
+    assert calls == []
+
+
+@pytest.mark.parametrize("policy", [EVERYTHING, FEW], ids=["all pages", "few pages"])
+def test_static_cache(llama, policy):
+    """Case K2: a StaticCache hands over its whole buffer; its empty part must never be attended."""
+    ids = prompt(100, device=llama.device)
+    expected = generate(llama, ids)
+    static = dict(cache_implementation="static", disable_compile=True)  # compiling would take minutes on a GPU
+    assert generate(llama, ids, **static) == expected
+    with use_pageskip(llama, policy) as session:
+        assert generate(llama, ids, **static) == expected
+    assert set(session.exact_layers.values()) <= {"padding or another mask is in force"}
+
+
+@torch.inference_mode()
+def test_static_cache_filled_by_hand(llama):
+    """Case K2: 30 of 256 places in use."""
+    ids = prompt(31, device=llama.device)
+    expected = llama(ids).logits[:, -1]
+    with use_pageskip(llama, EVERYTHING):
+        cache = StaticCache(config=llama.config, max_cache_len=256)
+        prefill(llama, ids[:, :30], cache)
+        torch.testing.assert_close(step(llama, ids[:, 30:], cache), expected, **CLOSE)
+
+
+@torch.inference_mode()
+def test_dynamic_cache_that_holds_something(llama):
+    """A cache that was filled before the context: not ours, so its summaries are made anew, and the result is right."""
+    ids = prompt(60, device=llama.device)
+    expected = llama(ids).logits[:, -1]
+    cache = DynamicCache(config=llama.config)
+    step(llama, ids[:, :59], cache)
+    with use_pageskip(llama, EVERYTHING):
+        torch.testing.assert_close(step(llama, ids[:, 59:], cache), expected, **CLOSE)
+    assert type(cache) is DynamicCache
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(num_beams=2), dict(num_beams=3, num_return_sequences=3), dict(prompt_lookup_num_tokens=3), dict(do_sample=True, top_k=5)],
+    ids=["2 beams", "3 beams returned", "prompt lookup", "sampling"],
+)
+def test_other_ways_to_generate(model, options):
+    """Case K6: beams reorder the cache, speculation crops it; both as in plain transformers."""
+    ids = torch.cat([prompt(20, device=model.device)] * 2, dim=1)  # a repetition, for the lookup to find
+    torch.manual_seed(1)
+    expected = generate(model, ids, **options)
+    with use_pageskip(model, EVERYTHING):
+        torch.manual_seed(1)
+        assert generate(model, ids, **options) == expected
+
+
+# --- sliding windows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_sliding_window_layers_stay_exact_and_are_listed(name, device):
+    """Cases G7 and K4: no page left of the window is attended; the other layers go through the policy."""
+    model = make(*WINDOWED[name](), device)
+    ids = prompt(3 * WINDOW, device=device)
+    expected, calls = generate(model, ids, new=2 * WINDOW), []
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        assert generate(model, ids, new=2 * WINDOW) == expected
+    assert set(session.exact_layers) == WINDOWED_LAYERS[name]
+    assert set(session.exact_layers.values()) == {"sliding-window layer"}
+    assert {layer for layer, _, _ in calls} == set(range(4)) - WINDOWED_LAYERS[name]
+
+
+def test_unsupported_head_dim_stays_exact(device):
+    """Case K4: a width that the kernels lack."""
+    model = make(LlamaConfig(**SIZES | dict(head_dim=48)), LlamaForCausalLM, device)
+    ids = prompt(40, device=device)
+    expected = generate(model, ids)
+    with use_pageskip(model, FEW) as session:
+        assert generate(model, ids) == expected
+    assert session.exact_layers == {layer: "head dim 48" for layer in range(4)}
+
+
+# --- entering and leaving ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_model_is_restored(llama, attention, error):
+    """Also when what runs inside is interrupted."""
+    llama.set_attn_implementation(attention)
+    ids = prompt(40, device=llama.device)
+    expected, hooks = generate(llama, ids), len(llama._forward_pre_hooks)
+    try:
+        with use_pageskip(llama, FEW):
+            assert llama.config._attn_implementation == ATTENTION and len(llama._forward_pre_hooks) == hooks + 1
+            generate(llama, ids)
+            if error:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert llama.config._attn_implementation == attention and len(llama._forward_pre_hooks) == hooks
+    assert not any(getattr(module, "pageskip_session", None) for module in llama.modules())
+    assert generate(llama, ids) == expected
+    with use_pageskip(llama, EVERYTHING):
+        assert generate(llama, ids) == expected
+
+
+def test_nested_use_is_refused(llama):
+    """And the outer session goes on."""
+    ids = prompt(40, device=llama.device)
+    expected = generate(llama, ids)
+    with use_pageskip(llama, EVERYTHING) as session:
+        with pytest.raises(RuntimeError, match="inside another use_pageskip already"):
+            with use_pageskip(llama, FEW):
+                pass
+        assert next(module for module in llama.modules() if hasattr(module, "layer_idx")).pageskip_session is session
+        assert generate(llama, ids) == expected
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_two_models_at_once(device):
+    models = [make(*MODELS[name](), device) for name in MODELS]
+    ids = prompt(40, device=device)
+    expected = [generate(model, ids) for model in models]
+    with use_pageskip(models[0], EVERYTHING), use_pageskip(models[1], EVERYTHING):
+        assert [generate(model, ids) for model in models] == expected
+
+
+def test_without_a_cache(llama):
+    """use_cache=False recomputes everything in one forward each, which is prefill and stays exact."""
+    ids = prompt(40, device=llama.device)
+    expected, calls = generate(llama, ids, new=4), []
+    with use_pageskip(llama, FEW, record=calls):
+        assert generate(llama, ids, new=4, use_cache=False) == expected
+    assert calls == []
+
+
+def test_cache_argument(llama):
+    import inspect
+
+    assert cache_argument(llama) in inspect.signature(llama.forward).parameters
+
+
+# --- the cache and its summaries ---------------------------------------------------------------------------------------
+
+
+def fill(layer, tokens, seed, dtype=torch.float32, device="cpu", batch=2):
+    """Append random keys and values; what update returned."""
+    return layer.update(*(randn(batch, 2, tokens, 64, seed=seed + n, dtype=dtype, device=device) for n in (0, 10_000)))
+
+
+def assert_summary_is_current(layer, page_size=16):
+    """Bit for bit what a rebuild from the cached keys gives, which is what the reference says."""
+    found, rebuilt = layer.summary(page_size), summarize_pages(layer.keys.contiguous(), page_size)
+    assert found.page_size == page_size and found.lengths.tolist() == [layer.get_seq_length()] * layer.keys.shape[0]
+    assert same_bits(found.kmin, rebuilt.kmin) and same_bits(found.kmax, rebuilt.kmax)
+    kmin, kmax = reference.minmax_summary(layer.keys, page_size)
+    assert torch.equal(found.kmin.cpu().double(), kmin) and torch.equal(found.kmax.cpu().double(), kmax)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_summaries_stay_current_token_by_token(page_size, device):
+    """Cases G1 and G3: across page boundaries and past the first buffer (256 tokens), each step equal to a rebuild."""
+    layer = LiveCacheLayer()
+    fill(layer, 240, seed=0, device=device)
+    assert_summary_is_current(layer, page_size)
+    for token in range(40):
+        keys, values = fill(layer, 1, seed=token + 1, device=device)
+        assert keys.shape == values.shape == (2, 2, 241 + token, 64)
+        if token % 3 or token > 30:  # also when some steps never asked for the summary
+            assert_summary_is_current(layer, page_size)
+
+
+def test_update_returns_all_that_was_appended(device):
+    """Growing the buffers loses nothing."""
+    layer, parts = LiveCacheLayer(), []
+    for seed, tokens in enumerate((1, 200, 55, 1, 300, 2)):
+        parts.append([randn(2, 2, tokens, 64, seed=seed + n, device=device) for n in (0, 100)])
+        keys, values = layer.update(*parts[-1])
+        assert same_bits(keys, torch.cat([part[0] for part in parts], 2)) and same_bits(values, torch.cat([part[1] for part in parts], 2))
+        assert_summary_is_current(layer)
+    assert layer.get_seq_length() == 559
+
+
+def test_summary_of_a_chunk(device):
+    """Case K5: several tokens at once, with whole pages inside and both ends partial."""
+    layer = LiveCacheLayer()
+    for seed, tokens in enumerate((5, 50, 9, 16, 48, 1)):
+        fill(layer, tokens, seed, device=device)
+        assert_summary_is_current(layer)
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 47, 48, 50])
+def test_truncate_then_append_other_keys(length, device):
+    """Case K6: pages that are cut lose their removed keys (these are huge), in every later summary."""
+    layer = LiveCacheLayer()
+    fill(layer, 50, seed=0, device=device)
+    layer.keys[:, :, length:] *= 1000
+    assert_summary_is_current(layer)
+    layer.truncate(length)
+    assert layer.get_seq_length() == length == layer.keys.shape[2] == layer.values.shape[2]
+    if length:
+        assert_summary_is_current(layer)
+    for seed in range(1, 20):
+        fill(layer, 1, seed, device=device)
+        assert_summary_is_current(layer)
+
+
+@pytest.mark.parametrize("length", [-1, 51])
+def test_truncate_refuses_other_lengths(length, device):
+    layer = LiveCacheLayer()
+    fill(layer, 50, seed=0, device=device)
+    with pytest.raises(ValueError, match=f"length must lie between 0 and the 50 cached tokens, got {length}"):
+        layer.truncate(length)
+
+
+@pytest.mark.parametrize("removed, left", [(0, 50), (-1, 49), (-18, 32), (-50, 0), (-99, 0)])
+def test_crop_as_transformers_does(removed, left, device):
+    """Case K6: a negative number removes so many tokens."""
+    layer = LiveCacheLayer()
+    fill(layer, 50, seed=0, device=device)
+    layer.summary(16)
+    layer.crop(removed)
+    assert layer.get_seq_length() == left
+    fill(layer, 3, seed=1, device=device)
+    assert_summary_is_current(layer)
+
+
+def test_crop_of_an_empty_layer():
+    layer = LiveCacheLayer()
+    layer.crop(-3)
+    assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    "change, rows",
+    [
+        (lambda layer: layer.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+        (lambda layer: layer.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda layer: layer.batch_select_indices(torch.tensor([1])), [1]),
+    ],
+    ids=["reorder to one", "swap", "repeat", "select"],
+)
+def test_rows_that_move_take_their_summaries_along(change, rows, device):
+    """Case K6."""
+    layer = LiveCacheLayer()
+    keys, values = fill(layer, 40, seed=0, device=device)
+    layer.summary(16)
+    change(layer)
+    assert same_bits(layer.keys, keys[rows]) and same_bits(layer.values, values[rows])
+    assert_summary_is_current(layer)
+    fill(layer, 10, seed=1, device=device, batch=len(rows))
+    assert_summary_is_current(layer)
+
+
+def test_reset_forgets_everything(device):
+    layer = LiveCacheLayer()
+    fill(layer, 40, seed=0, device=device)
+    layer.summary(16)
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    fill(layer, 20, seed=1, dtype=torch.float16, device=device, batch=3)
+    assert layer.keys.shape == (3, 2, 20, 64) and layer.keys.dtype == torch.float16
+    assert_summary_is_current(layer)
+
+
+def test_two_page_sizes_in_turn(device):
+    """One cache, two policies: the summaries never mix."""
+    layer = LiveCacheLayer()
+    for seed in range(6):
+        fill(layer, 21, seed, device=device)
+        assert_summary_is_current(layer, 16)
+        assert_summary_is_current(layer, 64)
+
+
+@given(
+    st.lists(
+        st.one_of(st.tuples(st.just("append"), st.integers(1, 40)), st.tuples(st.sampled_from(["truncate", "crop", "look"]), st.integers(0, 40))),
+        max_size=12,
+    )
+)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+def test_any_history_gives_current_summaries(history):
+    """Cases G1 and K6 at random: appends, truncations, crops, with and without a summary between."""
+    layer = LiveCacheLayer()
+    fill(layer, 3, seed=0)
+    for seed, (what, n) in enumerate(history, 1):
+        if what == "append":
+            fill(layer, n, seed)
+        elif what == "truncate":
+            layer.truncate(max(1, layer.get_seq_length() - n))
+        elif what == "crop":
+            layer.crop(-min(n, layer.get_seq_length() - 1))
+        else:
+            assert_summary_is_current(layer)
+    assert_summary_is_current(layer)
+
+
+@torch.inference_mode()
+def test_summaries_inside_a_model_equal_a_rebuild(llama):
+    """Cases G8 and G1: after a live run each layer's summaries are those of its cached (rotated) keys."""
+    ids = prompt(50, device=llama.device)
+    with use_pageskip(llama, FEW):
+        cache = LiveCache(llama.config)
+        prefill(llama, ids[:, :30], cache)
+        for token in range(30, 50):
+            step(llama, ids[:, token : token + 1], cache)
+            for layer in cache.layers:
+                assert_summary_is_current(layer)
+
+
+@torch.inference_mode()
+def test_cache_truncate_rolls_the_model_back(model):
+    """Case K6: decode, roll back, decode other tokens: as if the first ones had never been."""
+    ids, other = prompt(60, device=model.device), prompt(60, seed=1, device=model.device)
+    other[:, :40] = ids[:, :40]
+    expected = model(other).logits[0]
+    with use_pageskip(model, EVERYTHING):
+        cache = LiveCache(model.config)
+        prefill(model, ids[:, :40], cache)
+        for token in range(40, 55):
+            step(model, ids[:, token : token + 1], cache)
+        cache.truncate(40)
+        for token in range(40, 60):
+            torch.testing.assert_close(step(model, other[:, token : token + 1], cache)[0], expected[token], **CLOSE)
+
+
+def test_sliding_layers_cannot_be_rolled_back(device):
+    cache = LiveCache(WINDOWED["gemma3"]()[0])
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "LiveCacheLayer"] * 2
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer layer cannot be rolled back"):
+        cache.truncate(0)
+
+
+# --- policies ----------------------------------------------------------------------------------------------------------
+
+
+def choose(policy, layer_idx=5, tokens=160, device="cpu"):
+    q, keys = randn(1, 4, 64, device=device), randn(1, 2, tokens, 64, seed=1, device=device)
+    return policy.choose(layer_idx, q, keys, lambda: summarize_pages(keys, policy.page_size))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_keep_the_forced_pages_and_the_budget(name, device):
+    """Cases G5 and G6 for all of them, so that a comparison at equal budget is one."""
+    if name == "full":
+        assert choose(FullPolicy(), device=device) is None
+        return
+    pages = choose(POLICIES[name](Budget(5, sink=1, local=2)), device=device)
+    assert isinstance(pages, PageList) and (pages.counts == 5).all()
+    for head in pages.pages[0].tolist():
+        assert head == sorted(set(head)) and {0, 8, 9} <= set(head)
+
+
+@pytest.mark.parametrize("layer_idx, dense", [(0, True), (1, True), (2, False)])
+def test_first_layers_read_everything(layer_idx, dense):
+    for policy in (PageskipPolicy(Budget(5)), WindowPolicy(Budget(5)), RandomPolicy(Budget(5))):
+        assert (choose(policy, layer_idx) is None) == dense
+
+
+def test_window_policy_keeps_the_newest_pages():
+    assert choose(WindowPolicy(Budget(4))).pages.tolist() == [[[0, 7, 8, 9]] * 2]
+
+
+def test_random_policy_is_decided_by_its_seed():
+    drawn = {seed: [choose(policy).pages.tolist() for policy in [RandomPolicy(Budget(5), seed=seed)] for _ in range(6)] for seed in (0, 1)}
+    again = RandomPolicy(Budget(5), seed=0)
+    assert drawn[0] == [choose(again).pages.tolist() for _ in range(6)]
+    assert drawn[0] != drawn[1] and drawn[0][0] != drawn[0][1]
+
+
+def test_policy_refuses_other_page_sizes():
+    for policy in (PageskipPolicy, WindowPolicy, RandomPolicy):
+        with pytest.raises(ValueError, match="page_size must be one of"):
+            policy(Budget(5), page_size=48)

@@ -1,0 +1,97 @@
+"""Every widget of the notebooks, without a browser: each value of each control draws, changes the picture, and shows no error.
+
+The cells are the notebooks' own; what they need of the cells before them is made here, small.
+"""
+
+from types import SimpleNamespace
+
+import ipywidgets
+import pytest
+import torch
+from test_notebook_contract import PATHS, read, tags
+
+from pageskip_lib import PageList, figures, runtime
+from pageskip_lib.controls import explore, show
+from pageskip_lib.quality import needle
+from pageskip_lib.quality.policies import PageskipPolicy, RandomPolicy, WindowPolicy
+
+
+def start_here():
+    rising = lambda power: [((n + 1) / 16) ** power for n in range(16)]  # noqa: E731
+    curve = lambda layer: dict(oracle=rising(0.2 + layer / 50), pageskip=rising(0.3 + layer / 50), window=rising(0.6))  # noqa: E731
+    return dict(curves={"2 to 29": curve(31), **{layer: curve(layer) for layer in range(30)}}, ids=torch.zeros(1, 2048))
+
+
+def needle_notebook():
+    prompt = needle.Prompt(body=[0] * 4086, question=[65, 66], code_tokens=range(1027, 1031))
+
+    def ask(model, tokenizer, prompt, policy, cache, record):
+        """Every policy's list holds the code's page in some layer, the more pages the more often."""
+        pages = policy.budget.pages + len(policy.name)
+        steps = len(prompt.question) + needle.ANSWER_TOKENS - 1
+        for step in range(steps):
+            for layer in range(2, 6):
+                page = 64 if (layer + step) * 7 % 100 < pages else 3
+                record.append((layer, 4086 + step, PageList.from_rows([[[page]] * 3])))
+        return dict(policy=policy.name, answer=" 7491.", needle_page_share=pages / 1000)
+
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens):
+            return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+        def decode(self, tokens):
+            return "".join(map(chr, tokens))
+
+    fake = SimpleNamespace(**{**vars(needle), "ask": ask})
+    return dict(
+        needle=fake, prompt=prompt, cache=None, CODE="7491",
+        model=SimpleNamespace(config=SimpleNamespace(num_key_value_heads=3)), tokenizer=Tokenizer(),
+        PageskipPolicy=PageskipPolicy, WindowPolicy=WindowPolicy, RandomPolicy=RandomPolicy,
+    )  # fmt: skip
+
+
+STAND_INS = {"00_start_here": start_here, "08_needle": needle_notebook}
+
+
+def widgets():
+    """(notebook's name, its cells that make the widget's draw function, the widget's cell)."""
+    for path in PATHS:
+        cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+        for i, cell in enumerate(cells):
+            if "widget" in tags(cell):
+                last_draw = max(j for j in range(i) if "draw" in tags(cells[j]))
+                helpers = [c for c in cells[:last_draw] if "def map_of(" in c.source]
+                yield pytest.param(path.stem, [*helpers, cells[last_draw]], cell, id=f"{path.stem}-{i}")
+
+
+@pytest.mark.parametrize("name, draw_cells, widget_cell", widgets())
+def test_each_control_redraws(name, draw_cells, widget_cell):
+    namespace = dict(torch=torch, figures=figures, runtime=runtime, explore=explore, show=show, rows=[], records={"pageskip": []})
+    namespace.update(STAND_INS[name]())
+    for cell in draw_cells:
+        # The helper's own show(...) line needs the real run; the functions are what the widget uses.
+        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("show("))
+        exec(compile(source, name, "exec"), namespace)
+    *before, last = widget_cell.source.split("\n\n")
+    exec("\n\n".join(before), namespace)
+    box = eval(last, namespace)
+    assert isinstance(box, ipywidgets.VBox)
+    assert "<b>" not in box.finding.value, box.finding.value
+    for control in box.controls.values():
+        start, pictures = control.value, set()
+        values = [value for _, value in control._options_full]
+        for value in [*values[:: max(1, len(values) // 4)], values[-1]]:  # a long slider: every few steps, and both ends
+            control.value = value
+            assert "<b>" not in box.finding.value, f"{value}: {box.finding.value}"
+            pictures.add(box.picture.value)
+        assert len(pictures) > 1, f"the picture never changes with {control.description}"
+        control.value = start
+    assert not any(getattr(control, "continuous_update", False) for control in box.controls.values())
+
+
+def test_an_error_in_draw_is_shown_to_the_reader():
+    def draw(n):
+        raise ValueError("n is <odd>")
+
+    box = explore(draw, n=ipywidgets.IntSlider())
+    assert box.finding.value == "<b>ValueError</b>: n is &lt;odd&gt;"
