@@ -47,8 +47,10 @@ def check_attention(q, k, v):
     check_heads(q, k)
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {shape_of(k)}, got {shape_of(v)}.")
-    if v.dtype != k.dtype or v.device != k.device:
-        raise ValueError(f"v must have k's dtype and device ({k.dtype}, {k.device}), got {v.dtype}, {v.device}.")
+    if v.dtype != k.dtype:
+        raise TypeError(f"v must have k's dtype {k.dtype}, got {v.dtype}.")
+    if v.device != k.device:
+        raise ValueError(f"v must be on k's device {k.device}, got {v.device}.")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_inner_stride(name, tensor)
 
@@ -77,11 +79,20 @@ def check_lengths(lengths, batch, tokens, device):
         raise ValueError(f"lengths must be on {device}, got {lengths.device}.")
     if not lengths.is_cuda and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= tokens:
         raise ValueError(f"lengths must lie between 0 and the cache's {tokens} tokens, got {lengths.tolist()}.")
-    return lengths
+    return lengths.contiguous()
+
+
+def check_scale(scale, dim):
+    """The softmax scale as a float: ``scale``, or 1 / sqrt(dim) when None."""
+    if scale is None:
+        return dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {scale!r}.")
+    return float(scale)
 
 
 def check_page_size(page_size):
-    if page_size not in PAGE_SIZES:
+    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
         raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size!r}.")
 
 

@@ -7,7 +7,7 @@ splits up. Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
 
 import torch
 
-from .checks import check_attention, check_lengths
+from .checks import check_attention, check_lengths, check_scale
 from .merge import empty_result, launch_merge, new_partials
 from .runtime import card, resolve_backend, tl, triton
 from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial
@@ -17,8 +17,8 @@ from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial
 def _dense_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    tokens, rows, kv_heads, scale_log2,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    tokens, rows, kv_heads, splits, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens pass 2^31 elements.
     batch = tl.program_id(0).to(tl.int64) // kv_heads
@@ -34,7 +34,7 @@ def _dense_kernel(
 
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
     tiles = tl.cdiv(length, TILE)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    tiles_per_split = tl.cdiv(tiles, splits)
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tiles)
 
@@ -64,7 +64,7 @@ def choose_splits(rows, tokens, sms):
 
 
 def check_splits(splits):
-    if splits is not None and (not isinstance(splits, int) or not 1 <= splits <= 4096):
+    if splits is not None and (type(splits) is not int or not 1 <= splits <= 4096):
         raise ValueError(f"splits must be an int from 1 to 4096, got {splits!r}.")
 
 
@@ -107,7 +107,7 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="aut
     check_splits(splits)
     batch, kv_heads, tokens, dim = k.shape
     lengths = check_lengths(lengths, batch, tokens, q.device)
-    scale = dim**-0.5 if scale is None else float(scale)
+    scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
     out, lse = empty_result(q)
     if backend == "torch":
@@ -120,8 +120,7 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="aut
         _dense_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-            tokens, batch * q.shape[1], kv_heads, scale * LOG2_E,
-            SPLITS=splits, **launch_shape(q, k),
+            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **launch_shape(q, k),
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out

@@ -10,28 +10,43 @@ import torch
 from .checks import check_tensor, shape_of
 from .runtime import resolve_backend, tl, triton
 
+MERGE_BLOCK = 16  # splits merged at a time
+
 
 @triton.jit
-def _merge_kernel(outs, lses, out, lse, rows, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, BLOCK_S)
+    block = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    split_lse = tl.load(lses + splits * rows + row, mask=splits < S, other=float("-inf"))
-    top = tl.max(split_lse, axis=0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp(split_lse - pivot)
-    total = tl.sum(weights, axis=0)
-    # An empty part has weight 0, and whatever its buffer holds must not enter: 0 * NaN is NaN.
-    live = (split_lse > float("-inf"))[:, None] & (dims < D)[None, :]
-    parts = tl.load(outs + (splits[:, None] * rows + row) * D + dims[None, :], mask=live, other=0.0)
-    merged = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * D + dims, merged, mask=dims < D)
-    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(tl.where(total == 0.0, 1.0, total))))
+    top = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + block
+        top = tl.maximum(top, tl.load(lses + split * rows + row, mask=split < splits, other=float("-inf")))
+    pivot = tl.max(top, axis=0)
+    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
+
+    # A fixed block, whatever the number of splits: empty ones at the end add exact zeros and change no bit.
+    total = tl.zeros([BLOCK_S], tl.float32)
+    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + block
+        split_lse = tl.load(lses + split * rows + row, mask=split < splits, other=float("-inf"))
+        weights = tl.exp(split_lse - pivot)
+        # An empty part has weight 0, and whatever its buffer holds must not enter: 0 * NaN is NaN.
+        live = (split_lse > float("-inf"))[:, None] & (dims < D)[None, :]
+        parts = tl.load(outs + (split[:, None] * rows + row) * D + dims[None, :], mask=live, other=0.0)
+        total += weights
+        acc += parts * weights[:, None]
+    total = tl.sum(total, axis=0)
+    nonzero = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * D + dims, tl.sum(acc, axis=0) / nonzero, mask=dims < D)
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(nonzero)))
 
 
 def empty_result(q):
     """Attention of q [B, Hq, D] over no tokens at all: out 0 in q's dtype, lse [B, Hq] fp32 -inf."""
-    return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), device=q.device)
+    # Not zeros_like: that would keep q's strides, and the kernels write contiguous rows.
+    return torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.full(q.shape[:2], float("-inf"), device=q.device)
 
 
 def new_partials(splits, q):
@@ -44,9 +59,7 @@ def launch_merge(outs, lses, out, lse):
     """Merge contiguous fp32 outs [S, B, Hq, D] and lses [S, B, Hq] into out [B, Hq, D] (any dtype) and lse [B, Hq]."""
     splits, batch, heads, dim = outs.shape
     rows = batch * heads
-    _merge_kernel[(rows,)](
-        outs, lses, out, lse, rows, S=splits, D=dim, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=triton.next_power_of_2(dim)
-    )
+    _merge_kernel[(rows,)](outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_BLOCK, BLOCK_D=triton.next_power_of_2(dim))
 
 
 def merge_partials(outs, lses, *, backend="auto"):

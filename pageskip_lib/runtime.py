@@ -33,7 +33,8 @@ def _switch_interpreter_on():
     wanted = os.environ.get("TRITON_INTERPRET", "") not in ("", "0") or not torch.cuda.is_available()
     if not wanted:
         return True
-    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
+    imported = sys.modules.get("triton")
+    if imported and not imported.knobs.runtime.interpret:
         return False
     os.environ["TRITON_INTERPRET"] = "1"
     return True

@@ -14,6 +14,7 @@ import torch
 
 from .checks import check_heads, check_inner_stride, check_tensor
 from .runtime import resolve_backend, tl, triton
+from .summaries import PageSummary
 
 GROUPS = ("max", "sum", "softmax_sum", "none")
 BLOCK_PAGES = 64
@@ -64,6 +65,8 @@ def page_scores(q, summary, *, group="max", backend="auto"):
     the upper bound on q.k (without the softmax scale) over the page's keys, up to fp32 rounding of the sum.
     """
     check_tensor("q", q, "B, Hq, D")
+    if not isinstance(summary, PageSummary):
+        raise TypeError(f"summary must be a PageSummary, got {type(summary).__name__}.")
     check_heads(q, summary.kmin, "summary.kmin")
     check_inner_stride("q", q)
     check_inner_stride("summary.kmin", summary.kmin)

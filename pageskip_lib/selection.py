@@ -83,7 +83,8 @@ def select_pages(scores, budget, lengths, page_size):
     page = torch.arange(pages, device=scores.device)
     held = page_count(lengths, page_size)[:, None, None]
     forced = (page < budget.sink) | (page >= held - budget.local)
-    ranked = scores.masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
+    # Clamped, so that a score of +inf cannot push a forced page out.
+    ranked = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
     # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
     order = torch.sort(ranked, dim=-1, descending=True, stable=True)
     best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]

@@ -2,10 +2,11 @@
 
 import torch
 
-from .checks import check_attention, check_lengths, check_page_size, check_tensor, page_count, shape_of
+from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
 from .dense import attend_prefix, choose_splits, launch_shape
 from .merge import empty_result, launch_merge, new_partials
 from .runtime import card, resolve_backend, tl, triton
+from .selection import PageList
 from .tiles import LOG2_E, attend_tile, store_partial
 
 
@@ -13,9 +14,9 @@ from .tiles import LOG2_E, attend_tile, store_partial
 def _sparse_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, pages_ptr, counts_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    tokens, rows, kv_heads, capacity, scale_log2,
+    tokens, rows, kv_heads, splits, capacity, scale_log2,
     PAGE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64) // kv_heads
     head = tl.program_id(0).to(tl.int64) % kv_heads
@@ -35,7 +36,7 @@ def _sparse_kernel(
     last_page = tl.load(pages_ptr + count - 1, mask=count > 0, other=0)
     listed = tl.maximum(count - 1, 0) * PAGE + tl.minimum(tl.maximum(length - last_page * PAGE, 0), PAGE)
     tiles = tl.cdiv(tl.where(count > 0, listed, 0), TILE)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    tiles_per_split = tl.cdiv(tiles, splits)
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tiles)
 
@@ -88,13 +89,19 @@ def _lists_everything(listed, pages_held):
 
 
 def _check_pages(pages, k, page_size):
+    if not isinstance(pages, PageList):
+        raise TypeError(f"pages must be a PageList, got {type(pages).__name__}.")
     for name, tensor, axes in (("pages.pages", pages.pages, "B, Hkv, K"), ("pages.counts", pages.counts, "B, Hkv")):
         check_tensor(name, tensor, axes)
         if tensor.dtype != torch.int32 or tensor.device != k.device:
             raise TypeError(f"{name} must be int32 on {k.device}, got {tensor.dtype} on {tensor.device}.")
         if tensor.shape[:2] != k.shape[:2]:
             raise ValueError(f"{name} must start with k's B, Hkv = {tuple(k.shape[:2])}, got {shape_of(tensor)}.")
-    if not pages.pages.is_cuda and pages.pages.numel():
+    if not k.is_cuda and pages.counts.numel():
+        capacity = pages.pages.shape[2]
+        if not 0 <= int(pages.counts.min()) <= int(pages.counts.max()) <= capacity:
+            raise ValueError(f"pages.counts must lie between 0 and the list's {capacity} columns, got {pages.counts.tolist()}.")
+    if not k.is_cuda and pages.pages.numel():
         lowest, highest, pages_in_cache = int(pages.pages.min()), int(pages.pages.max()), page_count(k.shape[2], page_size)
         if lowest < -1 or highest >= pages_in_cache:
             raise ValueError(
@@ -117,7 +124,7 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backen
     _check_pages(pages, k, page_size)
     batch, kv_heads, tokens, dim = k.shape
     lengths = check_lengths(lengths, batch, tokens, q.device)
-    scale = dim**-0.5 if scale is None else float(scale)
+    scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
     out, lse = empty_result(q)
     capacity = pages.pages.shape[2]
@@ -136,8 +143,8 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backen
         _sparse_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, page_numbers, pages.counts.contiguous(), outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-            tokens, batch * q.shape[1], kv_heads, capacity, scale * LOG2_E,
-            PAGE=page_size, SPLITS=splits, **launch_shape(q, k),
+            tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
+            PAGE=page_size, **launch_shape(q, k),
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out

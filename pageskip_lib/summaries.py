@@ -76,19 +76,22 @@ def summarize_pages(k, page_size, *, lengths=None, kind="minmax", backend="auto"
     pages = page_count(tokens, page_size)
     backend = resolve_backend(backend, k)
     kmin, kmax = (k.new_zeros(batch, kv_heads, pages, dim) for _ in range(2))
-    if backend == "torch":
-        padding = torch.arange(pages * page_size, device=k.device) >= lengths.clamp(0, tokens)[:, None]
-        padding = padding[:, None, :, None]
-        padded = torch.nn.functional.pad(k, (0, 0, 0, pages * page_size - tokens))
-        empty = padding.unflatten(2, (pages, page_size)).all(3) if pages else padding
-        kmin.copy_(_reduce(padded, padding, float("inf"), pages, torch.amin).masked_fill(empty, 0.0))
-        kmax.copy_(_reduce(padded, padding, float("-inf"), pages, torch.amax).masked_fill(empty, 0.0))
-    elif kmin.numel():
+    summary = PageSummary(kind=kind, page_size=page_size, lengths=lengths, kmin=kmin, kmax=kmax)
+    if not kmin.numel():
+        return summary
+    if backend == "triton":
         _minmax_kernel[(batch * kv_heads, pages)](
             k, lengths, kmin, kmax, *k.stride()[:3], tokens, kv_heads, pages,
             PAGE=page_size, D=dim, BLOCK_D=triton.next_power_of_2(dim),
         )  # fmt: skip
-    return PageSummary(kind=kind, page_size=page_size, lengths=lengths, kmin=kmin, kmax=kmax)
+        return summary
+    padding = torch.arange(pages * page_size, device=k.device) >= lengths.clamp(0, tokens)[:, None]
+    padding = padding[:, None, :, None]
+    padded = torch.nn.functional.pad(k, (0, 0, 0, pages * page_size - tokens))
+    empty = padding.unflatten(2, (pages, page_size)).all(3)
+    kmin.copy_(_reduce(padded, padding, float("inf"), pages, torch.amin).masked_fill(empty, 0.0))
+    kmax.copy_(_reduce(padded, padding, float("-inf"), pages, torch.amax).masked_fill(empty, 0.0))
+    return summary
 
 
 def _reduce(padded, padding, neutral, pages, reduction):

@@ -61,7 +61,7 @@ ATTENTION = {
     "q is int": ("q", lambda x: x.int(), TypeError, ("q must be float16, bfloat16 or float32", "int32")),
     "q is fp64": ("q", lambda x: x.double(), TypeError, ("q must be float16, bfloat16 or float32", "float64")),
     "k has another dtype": ("k", lambda x: x.half(), TypeError, ("k must have q's dtype", "float32", "float16")),
-    "v has another dtype": ("v", lambda x: x.half(), ValueError, ("v must have k's dtype", "float32", "float16")),
+    "v has another dtype": ("v", lambda x: x.half(), TypeError, ("v must have k's dtype", "float32", "float16")),
     "k has another batch size": ("k", lambda x: x[:1], ValueError, ("k must have q's batch size 2", "[1, 2, 40, 64]")),
     "k has another head dim": ("k", lambda x: x[..., :32], ValueError, ("k must have q's head dim 64", "[2, 2, 40, 32]")),
     "v is shorter than k": ("v", lambda x: x[:, :, :39], ValueError, ("v must have k's shape [2, 2, 40, 64]", "[2, 2, 39, 64]")),

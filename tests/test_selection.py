@@ -9,7 +9,7 @@ from pageskip_lib import Budget, PageList, reference, select_pages
 
 from helpers import int32, randn
 
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
 MANY = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
