@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 
 from pageskip_lib import PageList, dense_decode, page_scores, runtime, sparse_decode, summarize_pages
 
 from helpers import make_qkv
+
+NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5)
 
 TRY_BOTH = """
 import json, torch
@@ -47,7 +50,7 @@ def in_a_fresh_python(before="", **environment):
 
 def test_without_triton():
     """The package imports, PyTorch computes, and kernels are refused in one sentence."""
-    found = in_a_fresh_python(NO_TRITON_HERE)
+    found = in_a_fresh_python(NO_TRITON_HERE, CUDA_VISIBLE_DEVICES="")  # torch itself wants triton where there is a GPU
     assert found == {"torch": 128.0, "auto": 128.0, "triton": runtime.NO_TRITON, "interpreted": False, "kernels": runtime.NO_TRITON}
 
 
@@ -60,6 +63,7 @@ def test_triton_imported_first():
 
 
 @pytest.mark.skipif(not runtime.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(NEW_NUMPY, reason="NumPy 2.5 refuses int() of one-element arrays, which Triton's interpreter calls; the pins have 2.2")
 def test_the_switch_works_everywhere():
     """TRITON_INTERPRET=1 runs kernels on CPU tensors, on a machine with a GPU too; triton may then come first."""
     found = in_a_fresh_python("import triton", TRITON_INTERPRET="1")

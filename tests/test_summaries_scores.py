@@ -317,7 +317,9 @@ def test_summary_offsets_past_2_to_31(backend, axis, device, tmp_path):
     summary = summarize_pages(k, 16, backend=backend)
     far = [far_apart(part, axis, tmp_path) for part in (summary.kmin, summary.kmax)]
     found = page_scores(q, type(summary)("minmax", 16, summary.lengths, *far), backend=backend)
-    assert same_bits(found, page_scores(q, summary, backend=backend))
+    near = page_scores(q, summary, backend=backend)
+    # PyTorch's matrix product may take another algorithm for other strides: 128 products in fp32.
+    assert same_bits(found, near) if backend == "triton" else torch.allclose(found, near, rtol=128 * 2**-24, atol=1e-4)
 
 
 @pytest.mark.gpu
