@@ -33,7 +33,7 @@ def explore(draw, **controls):
     controls: {parameter of draw: ipywidgets control}. Returns a box with ``.controls``, ``.picture`` and ``.finding``. An error
     in draw is shown below the controls instead of being lost in the browser's log.
     """
-    picture, finding = ipywidgets.Image(format="png"), ipywidgets.HTML()
+    picture, finding = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="648px")), ipywidgets.HTML()
 
     def redraw(change=None):
         finding.value = "drawing..."

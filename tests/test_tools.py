@@ -242,12 +242,13 @@ def test_pytest_compares_what_it_should(folder):
 def test_site_links_pages_and_replaces_widgets(folder, capsys):
     needle = folder / "needle.json"
     needle.write_text(
-        '{"settings": {"context": 7000, "device": "cpu"}, "rows": [{"policy": "full", "answer": "4-2", "right": true,'
+        '{"settings": {"model": "tiny", "dtype": "float32", "machine": {"name": "a CPU"}, "date": "2026-01-02", "code": "42", "depth": 0.25,'
+        ' "context": 7000, "budget_pages": 30, "page_size": 16, "budget": 0.12}, "rows": [{"policy": "full", "answer": "4-2", "right": true,'
         ' "bytes_per_token": 161e6, "needle_page_share": null, "seconds_per_token": 0.05}]}'
     )
     assert tool.main(["site", "--needle", str(needle), "--started", "0"]) == 0
     shown = capsys.readouterr().out
-    for text in ("context 7000", "161.0 MB", "1 notebooks ran in", "Open site/index.html"):
+    for text in ("planted 25% into 7,000 tokens", "161.0 MB", "1 notebooks ran in", "Open site/index.html"):
         assert text in shown
     page = (folder / "site/00_small.html").read_text()
     assert 'href="01_next.html#part"' in page and "pages: 3" in page

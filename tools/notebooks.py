@@ -112,7 +112,8 @@ def stored_form(outputs):
         if output.output_type == "error":
             output.traceback = [f"{output.ename}: {output.evalue}"]  # the frames name files
         if "data" in output:
-            output.metadata = {}
+            alt = output.metadata.get("image/png", {}).get("alt")
+            output.metadata = nbformat.from_dict({"image/png": {"alt": alt}} if alt else {})
         if "image/png" in output.get("data", {}):
             kept = {"image/png", "text/plain"} & output.data.keys()
             output.data = {kind: output.data[kind] for kind in kept}
@@ -170,7 +171,7 @@ def title_and_question(notebook):
 def needle_table(needle):
     """Header and rows, every cell a string; a policy without a figure shows a dash."""
     shown = {
-        "answer": str,
+        "answer": str.strip,
         "right": lambda right: "yes" if right else "no",
         "bytes_per_token": lambda count: f"{count / 1e6:.1f} MB",
         "needle_page_share": lambda share: f"{share:.0%}",
@@ -184,7 +185,11 @@ def needle_table(needle):
 
 
 def needle_settings(needle):
-    return ", ".join(f"{key} {value}" for key, value in needle["settings"].items())
+    of = needle["settings"]
+    return (
+        f"{of['model']} in {of['dtype']} on {of['machine']['name']}, {of['date']}: code {of['code']} planted {of['depth']:.0%} into "
+        f"{of['context']:,} tokens, {of['budget_pages']} pages of {of['page_size']} ({of['budget']:.0%})"
+    )
 
 
 INDEX = """<!DOCTYPE html>
@@ -197,9 +202,9 @@ small {{ color: #555; }}
 </style></head><body>
 <h1>pageskip</h1>
 <p>Page-sparse decode attention, in notebooks. These pages show them as they ran here, just now.</p>
-<ol start="0">
+<ul>
 {notebooks}
-</ol>
+</ul>
 {needle}
 </body></html>
 """
@@ -207,7 +212,7 @@ small {{ color: #555; }}
 
 def index(pages, needle):
     items = [
-        f'<li><a href="{name}">{escape(title)}</a> <small>{seconds:.0f} s</small><br>{escape(question)}</li>'
+        f'<li>{name[:2]} <a href="{name}">{escape(title)}</a> <small>{seconds:.0f} s</small><br>{escape(question)}</li>'
         for name, title, question, seconds in pages
     ]
     block = ""
@@ -225,7 +230,7 @@ def summary(pages, needle, started):
     if needle:
         table = needle_table(needle)
         widths = [max(map(len, column)) for column in zip(*table)]
-        lines += [f"The needle test ({needle_settings(needle)}):"]
+        lines += [f"The needle test, {needle_settings(needle)}:"]
         lines += ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
         lines += [""]
     lines += [f"{len(pages)} notebooks ran in {sum(page[-1] for page in pages):.0f} s without an error."]
