@@ -147,3 +147,27 @@ def test_the_command_says_one_sentence_about_a_mistake(smollm, monkeypatch):
     monkeypatch.setattr("pageskip_lib.quality.__main__.load_model", lambda dtype=None: smollm)
     with pytest.raises(SystemExit, match="^pageskip: depth must lie between 0"):
         main(["needle", "--depth", "7"])
+
+
+def recorded(name):
+    return json.loads((needle.DATA / "recorded" / f"needle_{name}.json").read_text())
+
+
+def test_the_readme_shows_the_recorded_run():
+    readme = (needle.DATA.parent / "README.md").read_text(encoding="utf-8")
+    run = recorded("cpu_float32")
+    for row in run["rows"]:
+        start = f"| {row['policy']} | {row['answer'].strip()} | {'yes' if row['right'] else 'no'} | {row['bytes_per_token'] / 1e6:.1f} MB |"
+        assert start in readme
+        if row["needle_page_share"] is not None:
+            assert f"{start} {row['needle_page_share']:.0%} of the calls |" in readme
+    seconds = {row["policy"]: f"{row['seconds_per_token']:.2f} s" for row in run["rows"]}
+    assert f"{seconds['full']} with full attention and {seconds['pageskip']} with pageskip" in readme
+    assert run["settings"]["date"] in readme and run["settings"]["machine"]["name"] in readme
+
+
+@pytest.mark.parametrize("name", ["h200_float16", "h200_bfloat16"])
+def test_the_recorded_gpu_runs_gave_the_same_answers(name):
+    run, here = recorded(name), recorded("cpu_float32")
+    assert run["settings"]["machine"]["kernels"] == "compiled"
+    assert [(row["policy"], row["answer"]) for row in run["rows"]] == [(row["policy"], row["answer"]) for row in here["rows"]]

@@ -64,7 +64,7 @@ def widgets():
                 yield pytest.param(path.stem, [*helpers, cells[last_draw]], cell, id=f"{path.stem}-{i}")
 
 
-@pytest.mark.parametrize("name, draw_cells, widget_cell", widgets())
+@pytest.mark.parametrize("name, draw_cells, widget_cell", list(widgets()))
 def test_each_control_redraws(name, draw_cells, widget_cell):
     namespace = dict(torch=torch, figures=figures, runtime=runtime, explore=explore, show=show, rows=[], records={"pageskip": []})
     namespace.update(STAND_INS[name]())
