@@ -5,12 +5,15 @@ one program reads one split of one KV head for all the query heads that share it
 splits up. Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
+import math
+from functools import lru_cache
+
 import torch
 
 from .checks import check_attention, check_lengths, check_scale
-from .merge import empty_result, launch_merge, new_partials
+from .merge import empty_result, launch_merge, new_partials, new_result
 from .runtime import card, resolve_backend, tl, triton
-from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial
+from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial, valid_length
 
 
 @triton.jit
@@ -18,8 +21,10 @@ def _dense_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
     tokens, rows, kv_heads, splits, scale_log2,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # the merge may be set up now; it waits for the end of this kernel
     # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens pass 2^31 elements.
     batch = tl.program_id(0).to(tl.int64) // kv_heads
     head = tl.program_id(0).to(tl.int64) % kv_heads
@@ -32,7 +37,7 @@ def _dense_kernel(
     heads = head * G + group
     q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
 
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
+    length = valid_length(lengths_ptr, batch, tokens)
     tiles = tl.cdiv(length, TILE)
     tiles_per_split = tl.cdiv(tiles, splits)
     first = split * tiles_per_split
@@ -53,14 +58,25 @@ def _dense_kernel(
     store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
 
 
+MAX_SPLITS = 128
+
+
+@lru_cache
 def choose_splits(rows, tokens, sms):
-    """How many splits: enough programs for two on each SM, and at least one tile in each split.
+    """How many splits: the fewest that keep nearly all SMs busy, and none without a tile.
 
     rows = B * Hkv programs per split; tokens the cache's capacity, not its length, since a captured graph keeps the grid.
+    Each program has many loads in flight, so one to an SM is enough; what costs is a last wave that leaves SMs idle.
     """
-    wanted = -(-2 * sms // max(rows, 1))
-    tiles = -(-tokens // TILE_TOKENS)
-    return max(1, min(wanted, tiles, 128))
+
+    def busy(splits):
+        waves = max(rows, 1) * splits / sms
+        return waves / math.ceil(waves)
+
+    candidates = range(1, MAX_SPLITS + 1)
+    best = max(map(busy, candidates))
+    wanted = next(splits for splits in candidates if busy(splits) >= 0.95 * best)
+    return max(1, min(wanted, -(-tokens // TILE_TOKENS)))
 
 
 def check_splits(splits):
@@ -68,15 +84,15 @@ def check_splits(splits):
         raise ValueError(f"splits must be an int from 1 to 4096, got {splits!r}.")
 
 
-def launch_shape(q, k):
-    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D] and k [B, Hkv, T, D]."""
+def launch_shape(q, k, card):
+    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D] and a ``Card``."""
     group, dim = q.shape[1] // k.shape[1], q.shape[2]
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     tile_bytes = 2 * TILE_TOKENS * block_d * k.element_size()
     return dict(
-        G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=TILE_TOKENS,
-        num_warps=4, num_stages=max(1, min(3, 96_000 // tile_bytes)),  # 99 KB is what one program gets on Ada
+        G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=TILE_TOKENS, DEPENDENT=card.dependent_launch,
+        num_warps=4, num_stages=max(1, min(4, (card.shared_bytes - 8192) // tile_bytes)),  # tiles in flight; 8 KB for the rest
     )  # fmt: skip
 
 
@@ -106,21 +122,25 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="aut
     check_attention(q, k, v)
     check_splits(splits)
     batch, kv_heads, tokens, dim = k.shape
-    lengths = check_lengths(lengths, batch, tokens, q.device)
+    if lengths is not None:
+        lengths = check_lengths(lengths, batch, tokens, q.device)
     scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
-    out, lse = empty_result(q)
-    if backend == "torch":
-        for row, length in enumerate(lengths.tolist()):
+    if not (batch and tokens):
+        out, lse = empty_result(q)
+    elif backend == "torch":
+        out, lse = empty_result(q)
+        for row, length in enumerate([tokens] * batch if lengths is None else lengths.tolist()):
             if length > 0:
                 out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
-    elif batch and tokens:
-        splits = splits or choose_splits(batch * kv_heads, tokens, card(q.device).sms)
-        outs, lses = new_partials(splits, q)
+    else:
+        this_card = card(q.device)
+        splits = splits or choose_splits(batch * kv_heads, tokens, this_card.sms)
+        (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
         _dense_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **launch_shape(q, k),
+            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **launch_shape(q, k, this_card),
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out

@@ -47,13 +47,13 @@ def _blank(title, caption, height=3.4):
 def mass_kept(curves, share, caption):
     """How much attention mass the first pages of each ranking hold.
 
-    curves: {policy: [mass kept by the best 1, 2, ... N pages]}, oracle and pageskip among them; share: the budget to mark, 0 to 1.
+    curves: {policy: [mass kept by the best 1, 2, ... N pages]} for oracle, pageskip and window; share: the budget to mark, 0 to 1.
     """
     pages = len(curves["oracle"])
     budget = max(1, int(share * pages))
     title = (
-        f"{budget} of {pages} pages ({budget / pages:.0%}): the oracle keeps {curves['oracle'][budget - 1]:.0%} of the attention, "
-        f"the bound {curves['pageskip'][budget - 1]:.0%}"
+        f"{budget} of {pages} pages: the oracle keeps {curves['oracle'][budget - 1]:.0%} of the attention, "
+        f"the bound {curves['pageskip'][budget - 1]:.0%}, the window {curves['window'][budget - 1]:.0%}"
     )
     figure, axes = _blank(title, caption)
     for policy, kept in curves.items():
@@ -100,8 +100,8 @@ def needle_map(held, kv_heads, tokens, title, caption):
         counts, aspect="auto", cmap=colormaps["Blues"].resampled(kv_heads + 1), vmin=-0.5, vmax=kv_heads + 0.5, origin="lower",
         extent=(-0.5, len(tokens) - 0.5, layers[0] - 0.5, layers[-1] + 0.5),
     )  # fmt: skip
-    axes.set_xticks(range(len(tokens)), [repr(token)[1:-1] or " " for token in tokens], rotation=45, ha="right", fontsize=8)
-    axes.set(xlabel="token being read or written", ylabel="layer")
+    axes.set_xticks(range(len(tokens)), [repr(token)[1:-1].replace(" ", "␣") for token in tokens], rotation=45, ha="right", fontsize=8)
+    axes.set(xlabel="token whose query asks (its step predicts the next token)", ylabel="layer")
     bar = figure.colorbar(image, ax=axes, ticks=range(kv_heads + 1))
     bar.set_label("KV heads that hold the needle's page")
     return figure

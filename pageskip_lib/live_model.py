@@ -142,7 +142,7 @@ class LiveCache(DynamicCache):
 class Session:
     """What ``use_pageskip`` puts into a model: the policy, the cache of the running forward, and what to report.
 
-    exact_layers: {layer: reason} of layers that decode exactly although the policy would have chosen pages.
+    exact_layers: {layer: reason} of layers that decoded exactly without asking the policy, at any step so far.
     """
 
     def __init__(self, policy, record):
@@ -252,9 +252,8 @@ def cache_argument(model):
 def prefill(model, ids, cache, *, chunk=512, progress=False):
     """Run prompt tokens through the model, exactly and causally, into ``cache``.
 
-    ids: [B, n] int64 on the model's device. Returns the logits [B, vocabulary] of the last position; ``logits_to_keep=1``
-    spares the others, which nobody reads (a 152k vocabulary makes them 0.6 MB a token in fp32).
-    Raises ValueError when cache and prompt together do not fit the model's context.
+    ids: [B, n] int64 on the model's device, n >= 2 inside ``use_pageskip`` (one token there is a decode step). chunk: tokens at
+    a time. Returns the logits [B, vocabulary] of the last position. Raises ValueError when cache and prompt together do not fit the model's context.
     """
     check_fits(model, cache.get_seq_length() + ids.shape[1])
     # Even chunks: a last chunk of one token would look like a decode step.
@@ -266,5 +265,8 @@ def prefill(model, ids, cache, *, chunk=512, progress=False):
 
 @torch.inference_mode()
 def step(model, ids, cache):
-    """One forward of ids [B, n] on top of ``cache``; logits [B, vocabulary] of the last position."""
+    """One forward of ids [B, n] on top of ``cache``; logits [B, vocabulary] of the last position.
+
+    ``logits_to_keep=1`` spares those of the other positions, which nobody reads (0.6 MB a token in fp32 with a vocabulary of 152k).
+    """
     return model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1).logits[:, -1]

@@ -8,13 +8,15 @@ it does not matter who merges what first. Method: flash-decoding (Dao, Haziza, M
 import torch
 
 from .checks import check_tensor, shape_of
-from .runtime import resolve_backend, tl, triton
+from .runtime import card, resolve_backend, tl, triton
 
 MERGE_BLOCK = 16  # splits merged at a time
 
 
 @triton.jit
-def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
@@ -49,6 +51,12 @@ def empty_result(q):
     return torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.full(q.shape[:2], float("-inf"), device=q.device)
 
 
+def new_result(q):
+    """Room for out [B, Hq, D] in q's dtype and lse [B, Hq] fp32; the merge writes all of it."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
 def new_partials(splits, q):
     """Scratch for stage one: outs [splits, B, Hq, D] and lses [splits, B, Hq], fp32 whatever q's dtype is."""
     outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
@@ -59,7 +67,11 @@ def launch_merge(outs, lses, out, lse):
     """Merge contiguous fp32 outs [S, B, Hq, D] and lses [S, B, Hq] into out [B, Hq, D] (any dtype) and lse [B, Hq]."""
     splits, batch, heads, dim = outs.shape
     rows = batch * heads
-    _merge_kernel[(rows,)](outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_BLOCK, BLOCK_D=triton.next_power_of_2(dim))
+    early = card(outs.device).dependent_launch
+    _merge_kernel[(rows,)](
+        outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_BLOCK, BLOCK_D=triton.next_power_of_2(dim),
+        DEPENDENT=early, **(dict(launch_pdl=True) if early else {}),
+    )  # fmt: skip
 
 
 def merge_partials(outs, lses, *, backend="auto"):
@@ -67,7 +79,7 @@ def merge_partials(outs, lses, *, backend="auto"):
 
     outs: [S, B, Hq, D], each part normalised on its own. lses: [S, B, Hq] fp32, natural log; an empty part has
     lse = -inf, and its outs may hold anything. Returns (out [B, Hq, D] in outs' dtype, lse [B, Hq] fp32). With
-    every part empty, out is 0 and lse -inf. Arithmetic is fp32 (fp64 for fp64 outs on the PyTorch backend).
+    every part empty, out is 0 and lse -inf. Arithmetic is in the dtype of lses.
     Raises ValueError or TypeError for shapes or dtypes that do not fit.
     """
     check_tensor("outs", outs, "S, B, Hq, D")

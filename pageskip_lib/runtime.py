@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,11 +98,17 @@ def default_device():
 
 @dataclass(frozen=True)
 class Card:
-    """What the launch rules read of a device: streaming multiprocessors, and L2 bytes."""
+    """What the launch rules read of a device.
+
+    sms: streaming multiprocessors. l2_bytes: its L2 cache. shared_bytes: shared memory that one program can have.
+    dependent_launch: can a kernel be launched before the one it depends on has ended (Hopper and newer)?
+    """
 
     name: str
     sms: int
     l2_bytes: int
+    shared_bytes: int
+    dependent_launch: bool
 
 
 def _cpu_name():
@@ -113,13 +120,20 @@ def _cpu_name():
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+@lru_cache
 def card(device):
     """The ``Card`` behind a torch device. A CPU stands in as a tiny card, so that the interpreter sees several splits."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Card(name=_cpu_name(), sms=4, l2_bytes=0)
+        return Card(name=_cpu_name(), sms=4, l2_bytes=0, shared_bytes=99 * 1024, dependent_launch=False)
     found = torch.cuda.get_device_properties(device)
-    return Card(name=found.name, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
+    return Card(
+        name=found.name,
+        sms=found.multi_processor_count,
+        l2_bytes=found.L2_cache_size,
+        shared_bytes=found.shared_memory_per_multiprocessor - 1024,  # CUDA keeps 1 KB of it for each program
+        dependent_launch=torch.version.cuda is not None and found.major >= 9,
+    )
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import torch
 
 from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
 from .dense import attend_prefix, choose_splits, launch_shape
-from .merge import empty_result, launch_merge, new_partials
+from .merge import empty_result, launch_merge, new_partials, new_result
 from .runtime import card, resolve_backend, tl, triton
 from .selection import PageList
-from .tiles import LOG2_E, attend_tile, store_partial
+from .tiles import LOG2_E, attend_tile, store_partial, valid_length
 
 
 @triton.jit
@@ -16,8 +16,10 @@ def _sparse_kernel(
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
     tokens, rows, kv_heads, splits, capacity, scale_log2,
     PAGE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(0).to(tl.int64) // kv_heads
     head = tl.program_id(0).to(tl.int64) % kv_heads
     split = tl.program_id(1)
@@ -29,7 +31,7 @@ def _sparse_kernel(
     heads = head * G + group
     q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
 
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
+    length = valid_length(lengths_ptr, batch, tokens)
     pages_ptr += (batch * kv_heads + head) * capacity
     count = tl.minimum(tl.load(counts_ptr + batch * kv_heads + head), capacity)
     # Only the last page of an ascending list can be partly filled; counting it so, a list of all pages splits as dense does.
@@ -117,34 +119,38 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backen
     leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128. Page p holds tokens p * page_size and on.
 
     The query heads of a KV head share its list and so its bytes. When every page is listed the result equals
-    ``dense_decode`` bit for bit (one tile order). An empty list gives out 0 and lse -inf.
+    ``dense_decode`` with its default splits bit for bit (one tile order). An empty list gives out 0 and lse -inf.
     """
     check_attention(q, k, v)
     check_page_size(page_size)
     _check_pages(pages, k, page_size)
     batch, kv_heads, tokens, dim = k.shape
-    lengths = check_lengths(lengths, batch, tokens, q.device)
+    if lengths is not None:
+        lengths = check_lengths(lengths, batch, tokens, q.device)
     scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
-    out, lse = empty_result(q)
     capacity = pages.pages.shape[2]
-    if backend == "torch":
-        for row, length in enumerate(lengths.tolist()):
-            if length > 0 and capacity:
+    if not (batch and tokens and capacity):
+        out, lse = empty_result(q)
+    elif backend == "torch":
+        out, lse = empty_result(q)
+        for row, length in enumerate([tokens] * batch if lengths is None else lengths.tolist()):
+            if length > 0:
                 listed = _listed(pages, row)
                 if _lists_everything(listed, page_count(length, page_size)):  # nothing to gather
                     out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
                 else:
                     out[row], lse[row] = _attend_listed(q[row], k[row], v[row], listed, page_size, length, scale)
-    elif batch and tokens and capacity:
+    else:
         page_numbers = pages.pages.contiguous()
-        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), card(q.device).sms)
-        outs, lses = new_partials(splits, q)
+        this_card = card(q.device)
+        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), this_card.sms)
+        (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
         _sparse_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, page_numbers, pages.counts.contiguous(), outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
-            PAGE=page_size, **launch_shape(q, k),
+            PAGE=page_size, **launch_shape(q, k, this_card),
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out

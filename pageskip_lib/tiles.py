@@ -13,6 +13,15 @@ TILE_TOKENS = 64  # dense and sparse use one tile width, so that a list of all p
 
 
 @triton.jit
+def valid_length(lengths_ptr, batch, tokens):
+    """The tokens of a sequence that count: its entry of lengths, kept inside the cache, or all of them without lengths."""
+    length = tokens
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch), 0), tokens)
+    return length
+
+
+@triton.jit
 def attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc):
     """Fold one tile into the running softmax of a KV head's query heads.
 

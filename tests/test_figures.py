@@ -31,8 +31,8 @@ def test_mass_curve_takes_forced_pages_first_and_ends_at_one():
 
 
 def test_titles_state_the_finding():
-    curves = dict(oracle=[0.5, 0.9, 1.0, 1.0], pageskip=[0.4, 0.8, 0.9, 1.0])
-    assert "2 of 4 pages (50%): the oracle keeps 90% of the attention, the bound 80%" == title_of(figures.mass_kept(curves, 0.5, "x"))
+    curves = dict(oracle=[0.5, 0.9, 1.0, 1.0], pageskip=[0.4, 0.8, 0.9, 1.0], window=[0.4, 0.6, 0.7, 1.0])
+    assert "2 of 4 pages: the oracle keeps 90% of the attention, the bound 80%, the window 60%" == title_of(figures.mass_kept(curves, 0.5, "x"))
     assert "pageskip finds 7491 reading 25%" in title_of(figures.needle_bars(ROWS, "7491", "x"))
     only_full = [ROWS[0], dict(ROWS[1], right=False), ROWS[2]]
     assert title_of(figures.needle_bars(only_full, "7491", "x")) == "Only full attention finds 7491 here"
@@ -52,9 +52,9 @@ def test_axes_have_units_and_captions_say_where_from():
 
 def test_the_needle_map_shows_every_layer_and_token():
     held = {(layer, step): (layer + step) % 4 for layer in range(2, 6) for step in range(3)}
-    figure = figures.needle_map(held, 3, ["The", "\n", ""], "title", "x")
+    figure = figures.needle_map(held, 3, ["The", "\n", " "], "title", "x")
     assert figure.axes[0].images[0].get_array().shape == (4, 3)
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["The", "\\n", " "]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["The", "\\n", "␣"]
 
 
 def test_pictures_stay_small():

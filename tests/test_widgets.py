@@ -59,7 +59,7 @@ def widgets():
         cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
         for i, cell in enumerate(cells):
             if "widget" in tags(cell):
-                last_draw = max(j for j in range(i) if "draw" in tags(cells[j]))
+                last_draw = max(j for j in range(i) if "def draw(" in cells[j].source)
                 helpers = [c for c in cells[:last_draw] if "def map_of(" in c.source]
                 yield pytest.param(path.stem, [*helpers, cells[last_draw]], cell, id=f"{path.stem}-{i}")
 

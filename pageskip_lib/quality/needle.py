@@ -1,7 +1,8 @@
 """The needle test: plant a code in a long text, ask for it much later, and let each policy answer.
 
 The prompt's body is prefilled exactly, once. The question itself is then read token by token under the policy, and the
-answer is decoded greedily under it: no exact attention ever sees the question, so nothing but the chosen pages can carry the code.
+answer is decoded greedily under it, so the layers that choose pages never see the code but through their pages. What layers 0 and 1
+read (everything), and what the body's own tokens picked up while they were prefilled, is the same for every policy.
 """
 
 import re
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from ..live_model import LiveCache, prefill, step, use_pageskip
 from ..models import check_fits
 from ..selection import Budget
-from .policies import POLICIES
+from .policies import POLICIES, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 DATA = Path(__file__).resolve().parent.parent.parent / "data"
 HAYSTACKS = ("transcripts", "jargon")
@@ -81,12 +82,15 @@ def budget_for(share, context, page_size):
 
 def make_policies(budget, page_size, seed, names=tuple(POLICIES)):
     """One policy of each name, all with the same budget."""
-    extra = {"full": {}, "random": dict(budget=budget, seed=seed)}
-    return [POLICIES[name](page_size=page_size, **extra.get(name, dict(budget=budget))) for name in names]
+    made = dict(
+        full=FullPolicy(page_size), pageskip=PageskipPolicy(budget, page_size), window=WindowPolicy(budget, page_size),
+        random=RandomPolicy(budget, page_size, seed=seed),
+    )  # fmt: skip
+    return [made[name] for name in names]
 
 
 def bytes_read(call, policy, kv_heads, dim, element_size):
-    """KV bytes of one recorded decode call (one layer, one token), page summaries included."""
+    """KV bytes of one recorded decode call (one layer, one token of one sequence), page summaries included."""
     _, tokens, pages = call
     if pages is None:
         return 2 * kv_heads * tokens * dim * element_size
@@ -149,7 +153,8 @@ def run_needle(model, tokenizer, *, context=4096, depth=0.25, budget=0.12, page_
     """The whole test: one prefill, then every policy at one budget. Returns (rows, settings) for the table and the JSON.
 
     context: tokens of the prompt; depth: where the code stands, 0 to 1; budget: share of the context that a policy may read;
-    page_size: tokens of a page; code: digits; seed: turns the haystack, and draws the random policy's pages.
+    page_size: tokens of a page; code: digits; seed: turns the haystack, and draws the random policy's pages; hay: "transcripts" or
+    "jargon"; policies: names, all four by default.
     Raises ValueError when the settings do not fit the model, the haystack or each other.
     """
     check_fits(model, context + ANSWER_TOKENS)

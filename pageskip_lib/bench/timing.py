@@ -1,0 +1,91 @@
+"""One timing harness: CUDA graphs over rotated inputs, interleaved arms, medians.
+
+A short kernel timed in a Python loop measures Python, and one timed on the same inputs again and again measures the L2
+cache. So the calls of an arm, each on inputs of its own, are captured in one CUDA graph, and all inputs together are
+larger than L2 several times over: every call finds a cold cache. Arms take turns, so that a change of clocks meets all of them.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median over repeats, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def copies_to_outgrow(l2_bytes, bytes_per_call, *, times=3, least=3, most=256):
+    """How many sets of inputs make the rotation larger than ``times`` the L2 cache."""
+    return max(least, min(most, -(-times * l2_bytes // max(bytes_per_call, 1))))
+
+
+def _captured(calls):
+    """All calls, one after another, in one CUDA graph; each is run once before, which compiles what there is to compile."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _gpu_seconds(graph, replays):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def time_arms(arms, *, repeats=12, seconds_each=0.004, progress=None):
+    """Time several ways to do the same thing. arms: {name: list of zero-argument calls on rotated inputs}; returns {name: Timing}.
+
+    With a CUDA GPU every arm becomes one graph, replayed so often that a measurement lasts ``seconds_each`` (launch gaps between
+    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts. progress: called after each measurement.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda:
+        runs = {name: _captured(calls) for name, calls in arms.items()}
+        measure = _gpu_seconds
+    else:
+        runs = arms
+        measure = _cpu_seconds
+    once = {name: min(measure(run, 1) for _ in range(3)) for name, run in runs.items()}
+    replays = {name: max(1, round(seconds_each / max(seconds, 1e-7))) for name, seconds in once.items()}
+    samples = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            per_call = measure(run, replays[name]) / replays[name] / len(arms[name])
+            samples[name].append(per_call * 1e6)
+            if progress:
+                progress()
+    return {name: summary(values) for name, values in samples.items()}
+
+
+def _cpu_seconds(calls, replays):
+    start = time.perf_counter()
+    for _ in range(replays):
+        for call in calls:
+            call()
+    return time.perf_counter() - start
+
+
+def summary(values):
+    """Median and quartiles of a list of measurements."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Timing(median=median, low=low, high=high)
