@@ -62,7 +62,7 @@ MAX_SPLITS = 128
 
 
 @lru_cache
-def choose_splits(rows, tokens, sms):
+def choose_splits(rows, tokens, sms, tile=TILE_TOKENS):
     """How many splits: the fewest that keep nearly all SMs busy, and none without a tile.
 
     rows = B * Hkv programs per split; tokens the cache's capacity, not its length, since a captured graph keeps the grid.
@@ -76,7 +76,7 @@ def choose_splits(rows, tokens, sms):
     candidates = range(1, MAX_SPLITS + 1)
     best = max(map(busy, candidates))
     wanted = next(splits for splits in candidates if busy(splits) >= 0.95 * best)
-    return max(1, min(wanted, -(-tokens // TILE_TOKENS)))
+    return max(1, min(wanted, -(-tokens // tile)))
 
 
 def check_splits(splits):
@@ -89,10 +89,12 @@ def launch_shape(q, k, card):
     group, dim = q.shape[1] // k.shape[1], q.shape[2]
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
-    tile_bytes = 2 * TILE_TOKENS * block_d * k.element_size()
+    token_bytes = 2 * block_d * k.element_size()
+    room = card.shared_bytes - block_g * block_d * k.element_size() - 2048  # beside q and the compiler's own needs
+    tile = TILE_TOKENS if TILE_TOKENS * token_bytes <= room else TILE_TOKENS // 2  # fp32 with D = 256 on 99 KB
     return dict(
-        G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=TILE_TOKENS, DEPENDENT=card.dependent_launch,
-        num_warps=4, num_stages=max(1, min(4, (card.shared_bytes - 8192) // tile_bytes)),  # tiles in flight; 8 KB for the rest
+        G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
+        num_warps=4, num_stages=min(4, 1 + room // (tile * token_bytes)),  # all but one stage hold a tile
     )  # fmt: skip
 
 
@@ -135,12 +137,13 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="aut
                 out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
     else:
         this_card = card(q.device)
-        splits = splits or choose_splits(batch * kv_heads, tokens, this_card.sms)
+        shape = launch_shape(q, k, this_card)
+        splits = splits or choose_splits(batch * kv_heads, tokens, this_card.sms, shape["TILE"])
         (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
         _dense_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **launch_shape(q, k, this_card),
+            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **shape,
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out

@@ -144,13 +144,14 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backen
     else:
         page_numbers = pages.pages.contiguous()
         this_card = card(q.device)
-        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), this_card.sms)
+        shape = launch_shape(q, k, this_card)
+        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), this_card.sms, shape["TILE"])
         (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
         _sparse_kernel[(batch * kv_heads, splits)](
             q, k, v, lengths, page_numbers, pages.counts.contiguous(), outs, lses,
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
-            PAGE=page_size, **launch_shape(q, k, this_card),
+            PAGE=page_size, **shape,
         )  # fmt: skip
         launch_merge(outs, lses, out, lse)
     return (out, lse) if return_lse else out
