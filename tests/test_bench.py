@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pageskip_lib.bench import dense, timing
-from pageskip_lib.bench.__main__ import main
+from pageskip_lib.bench.__main__ import RECORDED, main
 
 
 def test_rotation_is_larger_than_the_cache():
@@ -68,3 +68,17 @@ def test_the_command_prints_ratios_and_records(device, monkeypatch, tmp_path, ca
     assert set(row) == {"batch", "tokens", "arm", "microseconds", "low", "high", "kv_bytes", "share_of_read"}
     element = 2 if device == "cuda" else 4
     assert row["kv_bytes"] == 2 * 1 * 2 * 256 * 128 * element
+
+
+def test_the_readme_shows_the_recorded_table():
+    readme = (RECORDED.parent.parent / "README.md").read_text(encoding="utf-8")
+    run = json.loads((RECORDED / "dense_h200.json").read_text())
+    took = {(row["batch"], row["tokens"], row["arm"]): row["microseconds"] for row in run["rows"]}
+    arms = ("pageskip dense", "SDPA flash", "SDPA cuDNN", "streaming read")
+    for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in run["rows"]):
+        assert f"| {batch} x {tokens:,} | " + " | ".join(f"{took[batch, tokens, arm]:.1f}" for arm in arms) + " |" in readme
+        ours, best = took[batch, tokens, arms[0]], min(took[batch, tokens, arm] for arm in arms[1:3])
+        assert best / ours >= 0.98  # "level with the best or ahead of it"
+        if tokens * batch >= 8 * 65536:
+            assert took[batch, tokens, "streaming read"] / ours >= 0.95  # "within 5% of a plain read"
+    assert run["settings"]["date"] in readme and run["settings"]["machine"]["name"] in readme
