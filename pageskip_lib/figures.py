@@ -51,10 +51,8 @@ def mass_kept(curves, share, caption):
     """
     pages = len(curves["oracle"])
     budget = max(1, int(share * pages))
-    title = (
-        f"{budget} of {pages} pages: the oracle keeps {curves['oracle'][budget - 1]:.0%} of the attention, "
-        f"the bound {curves['pageskip'][budget - 1]:.0%}, the window {curves['window'][budget - 1]:.0%}"
-    )
+    oracle, bound, window = (curves[policy][budget - 1] for policy in ("oracle", "pageskip", "window"))
+    title = f"{budget} of {pages} pages keep {oracle:.0%} (oracle), {bound:.0%} (bound), {window:.0%} (window) of the attention"
     figure, axes = _blank(title, caption)
     for policy, kept in curves.items():
         axes.plot([(n + 1) / pages for n in range(pages)], kept, color=COLOURS[policy], label=LABELS[policy])

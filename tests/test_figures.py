@@ -32,7 +32,7 @@ def test_mass_curve_takes_forced_pages_first_and_ends_at_one():
 
 def test_titles_state_the_finding():
     curves = dict(oracle=[0.5, 0.9, 1.0, 1.0], pageskip=[0.4, 0.8, 0.9, 1.0], window=[0.4, 0.6, 0.7, 1.0])
-    assert "2 of 4 pages: the oracle keeps 90% of the attention, the bound 80%, the window 60%" == title_of(figures.mass_kept(curves, 0.5, "x"))
+    assert "2 of 4 pages keep 90% (oracle), 80% (bound), 60% (window) of the attention" == title_of(figures.mass_kept(curves, 0.5, "x"))
     assert "pageskip finds 7491 reading 25%" in title_of(figures.needle_bars(ROWS, "7491", "x"))
     only_full = [ROWS[0], dict(ROWS[1], right=False), ROWS[2]]
     assert title_of(figures.needle_bars(only_full, "7491", "x")) == "Only full attention finds 7491 here"
@@ -59,3 +59,17 @@ def test_the_needle_map_shows_every_layer_and_token():
 
 def test_pictures_stay_small():
     assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
+
+
+def test_titles_fit_their_figure():
+    rising = [(n + 1) / 129 for n in range(129)]
+    held = {(layer, step): 3 for layer in range(2, 30) for step in range(12)}
+    title = "pageskip: needle's page held in 100% of the calls, answer wrong"
+    for figure in (
+        figures.mass_kept(dict(oracle=rising, pageskip=rising, window=rising), 0.999, "x"),
+        figures.needle_bars(ROWS, "123456789012", "x"),
+        figures.needle_map(held, 3, [" access"] * 12, title, "x"),
+    ):
+        figure.draw_without_rendering()
+        drawn = next(text for text in figure.axes[0].get_children() if getattr(text, "get_text", str)() == title_of(figure))
+        assert drawn.get_window_extent().x1 <= figure.bbox.x1
