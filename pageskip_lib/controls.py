@@ -10,7 +10,7 @@ from IPython.display import Image
 
 def title_of(figure):
     """The finding that a figure states in its title."""
-    return figure.axes[0].get_title(loc="left")
+    return figure.get_suptitle()
 
 
 def png(figure):

@@ -38,7 +38,7 @@ def recorded_on(machine, when, what):
 def _blank(title, caption, height=3.4):
     figure = Figure(figsize=(7.2, height), dpi=90, layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=11)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=7.5, color="#555555", x=0.01, ha="left")
     return figure, axes

@@ -71,5 +71,5 @@ def test_titles_fit_their_figure():
         figures.needle_map(held, 3, [" access"] * 12, title, "x"),
     ):
         figure.draw_without_rendering()
-        drawn = next(text for text in figure.axes[0].get_children() if getattr(text, "get_text", str)() == title_of(figure))
+        drawn = next(text for text in figure.texts if text.get_text() == title_of(figure))
         assert drawn.get_window_extent().x1 <= figure.bbox.x1
