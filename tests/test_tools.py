@@ -244,7 +244,7 @@ def test_site_links_pages_and_replaces_widgets(folder, capsys):
     needle.write_text(
         '{"settings": {"model": "tiny", "dtype": "float32", "machine": {"name": "a CPU"}, "date": "2026-01-02", "code": "42", "depth": 0.25,'
         ' "context": 7000, "budget_pages": 30, "page_size": 16, "budget": 0.12}, "rows": [{"policy": "full", "answer": "4-2", "right": true,'
-        ' "bytes_per_token": 161e6, "needle_page_share": null, "seconds_per_token": 0.05}]}'
+        ' "bytes_per_token": 161e6, "needle_page_share": 0.16, "seconds_per_token": 0.05}]}'
     )
     assert tool.main(["site", "--needle", str(needle), "--started", "0"]) == 0
     shown = capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_site_links_pages_and_replaces_widgets(folder, capsys):
     assert "Interactive in JupyterLab" in page and "model_id" not in page
     assert re.search(r"<summary>Answer</summary>\s*<div class=.highlight", page)  # still folded
     index = (folder / "site/index.html").read_text()
-    for text in ('href="00_small.html">Pages</a>', "The question. How many?", "<td>161.0 MB</td>", "<td>-</td>"):
+    for text in ('href="00_small.html">Pages</a>', "The question. How many?", "<td>161.0 MB</td>", "<td>16%</td>"):
         assert text in index
 
 

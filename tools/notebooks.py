@@ -169,7 +169,7 @@ def title_and_question(notebook):
 
 
 def needle_table(needle):
-    """Header and rows, every cell a string; a policy without a figure shows a dash."""
+    """Header and rows, every cell a string."""
     shown = {
         "answer": str.strip,
         "right": lambda right: "yes" if right else "no",
@@ -179,8 +179,7 @@ def needle_table(needle):
     }
     rows = [["policy", "answer", "right", "read per token", "needle's page kept", "time per token"]]
     for row in needle["rows"]:
-        figures = ["-" if row.get(key) is None else show(row[key]) for key, show in shown.items()]
-        rows.append([row["policy"], *figures])
+        rows.append([row["policy"], *(show(row[key]) for key, show in shown.items())])
     return rows
 
 

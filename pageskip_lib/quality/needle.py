@@ -118,7 +118,7 @@ def ask(model, tokenizer, prompt, policy, cache, *, record=None):
     """Put the question to a prefilled ``cache`` (rolled back to the body first) under one policy, and decode greedily.
 
     record: a list that receives the decode calls, as ``use_pageskip`` reports them. Returns the row of the table: policy, answer
-    (text), bytes_per_token, needle_page_share (of the calls that chose pages; None where none did), seconds_per_token (median).
+    (text), bytes_per_token, needle_page_share (of the calls that chose pages; 1 where none did and all was read), seconds_per_token (median).
     """
     cache.truncate(len(prompt.body))
     calls = [] if record is None else record
@@ -138,7 +138,7 @@ def ask(model, tokenizer, prompt, policy, cache, *, record=None):
         policy=policy.name,
         answer=tokenizer.decode(answer),
         bytes_per_token=round(read / len(seconds)),
-        needle_page_share=sum(held.values()) / (len(held) * config.num_key_value_heads) if held else None,
+        needle_page_share=sum(held.values()) / (len(held) * config.num_key_value_heads) if held else 1.0,
         seconds_per_token=statistics.median(seconds),
     )
 
@@ -179,10 +179,9 @@ def table(rows):
     """The rows as text, one line a policy."""
     lines = [f"{'policy':<10}{'answer':<36}{'right':<7}{'KV read/token':>14}{'needle page held':>18}{'s/token':>9}"]
     for row in rows:
-        share = "all" if row["needle_page_share"] is None else f"{row['needle_page_share']:.1%}"
         answer = repr(row["answer"].strip())
         lines.append(
             f"{row['policy']:<10}{answer:<36}{'yes' if row['right'] else 'no':<7}{row['bytes_per_token'] / 1e6:>11.2f} MB"
-            f"{share:>18}{row['seconds_per_token']:>9.3f}"
+            f"{row['needle_page_share']:>18.1%}{row['seconds_per_token']:>9.3f}"
         )
     return "\n".join(lines)
