@@ -15,6 +15,8 @@ from .merge import empty_result, launch_merge, new_partials, new_result
 from .runtime import card, resolve_backend, tl, triton
 from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial, valid_length
 
+MAX_SPLITS = 128  # as many as choose_splits makes: enough for one KV head on any card of today
+
 
 @triton.jit
 def _dense_kernel(
@@ -58,9 +60,6 @@ def _dense_kernel(
     store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
 
 
-MAX_SPLITS = 128
-
-
 @lru_cache
 def choose_splits(rows, tokens, sms, tile=TILE_TOKENS):
     """How many splits: the fewest that keep nearly all SMs busy, and none without a tile.
@@ -94,7 +93,7 @@ def launch_shape(q, k, card):
     tile = TILE_TOKENS if TILE_TOKENS * token_bytes <= room else TILE_TOKENS // 2  # fp32 with D = 256 on 99 KB
     return dict(
         G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
-        num_warps=4, num_stages=min(4, 1 + room // (tile * token_bytes)),  # all but one stage hold a tile
+        num_warps=4, num_stages=max(1, min(4, 1 + room // (tile * token_bytes))),  # all but one stage hold a tile
     )  # fmt: skip
 
 

@@ -252,8 +252,9 @@ def cache_argument(model):
 def prefill(model, ids, cache, *, chunk=512, progress=False):
     """Run prompt tokens through the model, exactly and causally, into ``cache``.
 
-    ids: [B, n] int64 on the model's device, n >= 2 inside ``use_pageskip`` (one token there is a decode step). chunk: tokens at
-    a time. Returns the logits [B, vocabulary] of the last position. Raises ValueError when cache and prompt together do not fit the model's context.
+    ids: [B, n] int64 on the model's device, n >= 2 inside ``use_pageskip`` (one token there is a decode step). chunk: tokens
+    at a time. Returns the logits [B, vocabulary] of the last position.
+    Raises ValueError when cache and prompt together do not fit the model's context.
     """
     check_fits(model, cache.get_seq_length() + ids.shape[1])
     # Even chunks: a last chunk of one token would look like a decode step.

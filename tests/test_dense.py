@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pageskip_lib import dense, dense_decode, merge
+from pageskip_lib import dense, dense_decode, merge, runtime
 from pageskip_lib.checks import HEAD_DIMS
 
 from helpers import (
@@ -272,6 +272,15 @@ def test_choose_splits_stays_in_bounds(rows, tokens, sms):
 def test_choose_splits_fills_the_card_with_few_rows():
     assert dense.choose_splits(1, 65536, 132) * 1 >= 120
     assert dense.choose_splits(256, 65536, 132) <= 2
+
+
+@pytest.mark.skipif(not runtime.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("group", [1, 24, 128])
+def test_launches_have_a_stage_whatever_the_group(group):
+    """128 query heads of 256 fp32 numbers fill a consumer card's shared memory by themselves."""
+    card = runtime.Card("", sms=100, l2_bytes=0, shared_bytes=99 * 1024, dependent_launch=False)
+    shape = dense.launch_shape(torch.empty(1, group, 256), torch.empty(1, 1, 64, 256), card)
+    assert 1 <= shape["num_stages"] <= 4 and shape["TILE"] == 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

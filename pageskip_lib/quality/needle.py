@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..live_model import LiveCache, prefill, step, use_pageskip
 from ..models import check_fits
 from ..selection import Budget
-from .policies import POLICIES, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 DATA = Path(__file__).resolve().parent.parent.parent / "data"
 HAYSTACKS = ("transcripts", "jargon")
@@ -80,13 +80,12 @@ def budget_for(share, context, page_size):
     return Budget.for_tokens(share * context, page_size)
 
 
-def make_policies(budget, page_size, seed, names=tuple(POLICIES)):
-    """One policy of each name, all with the same budget."""
-    made = dict(
+def make_policies(budget, page_size, seed):
+    """{name: policy} of all four, with the same budget."""
+    return dict(
         full=FullPolicy(page_size), pageskip=PageskipPolicy(budget, page_size), window=WindowPolicy(budget, page_size),
         random=RandomPolicy(budget, page_size, seed=seed),
     )  # fmt: skip
-    return [made[name] for name in names]
 
 
 def bytes_read(call, policy, kv_heads, dim, element_size):
@@ -159,13 +158,13 @@ def run_needle(model, tokenizer, *, context=4096, depth=0.25, budget=0.12, page_
     """
     check_fits(model, context + ANSWER_TOKENS)
     chosen = budget_for(budget, context, page_size)
-    policies = make_policies(chosen, page_size, seed, tuple(policies or POLICIES))
+    made = make_policies(chosen, page_size, seed)
     prompt = plant(tokenizer, haystack(hay), context=context, depth=depth, code=code, seed=seed)
     cache = LiveCache(model.config)
     prefill(model, torch.tensor([prompt.body], device=model.device), cache, progress=progress)
     rows = []
-    for policy in tqdm(policies, desc="policies", disable=not progress):
-        row = ask(model, tokenizer, prompt, policy, cache)
+    for name in tqdm(policies or made, desc="policies", disable=not progress):
+        row = ask(model, tokenizer, prompt, made[name], cache)
         rows.append(dict(row, right=is_right(row["answer"], code)))
     settings = dict(
         model=model.config._name_or_path, context=context, depth=depth, budget=budget, budget_pages=chosen.pages, sink_pages=chosen.sink,
