@@ -1,12 +1,10 @@
 """The timing harness and the dense benchmark: what is timed is right, rotated, and labelled. Nothing here judges speed."""
 
-import json
-
 import pytest
 import torch
 
-from pageskip_lib.bench import dense, timing
-from pageskip_lib.bench.__main__ import RECORDED, main
+from pageskip_lib.bench import dense, records, timing
+from pageskip_lib.bench.__main__ import main
 
 
 def test_rotation_is_larger_than_the_cache():
@@ -58,11 +56,12 @@ def test_the_streaming_read_reads_everything():
 
 def test_the_command_prints_ratios_and_records(device, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(dense.SHAPES, device, [(1, 256), (2, 128)])
-    monkeypatch.setattr("pageskip_lib.bench.__main__.RECORDED", tmp_path)
+    monkeypatch.setattr(records, "RECORDED", tmp_path)
     main(["dense", "--record", "here"])
     printed = capsys.readouterr().out
     assert "best peer/ours" in printed and "1 x 256" in printed and "median of 12" in printed
-    recorded = json.loads((tmp_path / "dense_here.json").read_text())
+    assert records.names("dense") == ["here"]
+    recorded = records.load("dense", "here")
     assert {"machine", "date", "method", "dtype", "heads"} <= set(recorded["settings"])
     row = recorded["rows"][0]
     assert set(row) == {"batch", "tokens", "arm", "microseconds", "low", "high", "kv_bytes", "share_of_read"}
@@ -70,9 +69,14 @@ def test_the_command_prints_ratios_and_records(device, monkeypatch, tmp_path, ca
     assert row["kv_bytes"] == 2 * 1 * 2 * 256 * 128 * element
 
 
+def test_a_missing_record_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match="dense_moon.json; of dense it has .*h200"):
+        records.load("dense", "moon")
+
+
 def test_the_readme_shows_the_recorded_table():
-    readme = (RECORDED.parent.parent / "README.md").read_text(encoding="utf-8")
-    run = json.loads((RECORDED / "dense_h200.json").read_text())
+    readme = (records.RECORDED.parent.parent / "README.md").read_text(encoding="utf-8")
+    run = records.load("dense", "h200")
     took = {(row["batch"], row["tokens"], row["arm"]): row["microseconds"] for row in run["rows"]}
     arms = ("pageskip dense", "SDPA flash", "SDPA cuDNN", "streaming read")
     for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in run["rows"]):

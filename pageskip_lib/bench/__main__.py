@@ -1,16 +1,12 @@
 """Command line: ``python -m pageskip_lib.bench dense``."""
 
 import argparse
-import json
-from datetime import date
-from pathlib import Path
 
 from tqdm import tqdm
 
 from .. import runtime
+from . import records
 from .dense import SHAPES, arms_for, run_dense, table
-
-RECORDED = Path(__file__).resolve().parent.parent.parent / "data" / "recorded"
 
 
 def main(arguments=None):
@@ -23,12 +19,10 @@ def main(arguments=None):
     device = runtime.default_device()
     with tqdm(total=len(SHAPES[device]) * (len(arms_for(device)) + 1) * 12, unit="measurement") as bar:
         rows, settings = run_dense(progress=bar.update)
-    settings |= dict(machine=runtime.machine().as_dict(), date=date.today().isoformat())
     print(table(rows))
     print(f"{runtime.machine()}; {settings['dtype']}, Hq={settings['heads']}, Hkv={settings['kv_heads']}, D={settings['head_dim']}; {settings['method']}")
     if options.record:
-        RECORDED.mkdir(parents=True, exist_ok=True)
-        (RECORDED / f"dense_{options.record}.json").write_text(json.dumps(dict(settings=settings, rows=rows), indent=1) + "\n", encoding="utf-8")
+        records.save(records.stamped(rows, settings), "dense", options.record)
 
 
 if __name__ == "__main__":

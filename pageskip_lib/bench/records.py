@@ -1,0 +1,37 @@
+"""Recorded runs: ``data/recorded/KIND_NAME.json``, written by ``--record NAME`` and read by the notebooks.
+
+A record is dict(settings=..., rows=[...]); settings hold machine (``Machine.as_dict()``), date (ISO) and method.
+"""
+
+import json
+from datetime import date
+from pathlib import Path
+
+from .. import runtime
+
+RECORDED = Path(__file__).resolve().parent.parent.parent / "data" / "recorded"
+
+
+def stamped(rows, settings):
+    """A record of what was measured here and now."""
+    return dict(settings=settings | dict(machine=runtime.machine().as_dict(), date=date.today().isoformat()), rows=rows)
+
+
+def save(record, kind, name):
+    """Write a record; returns its path."""
+    RECORDED.mkdir(parents=True, exist_ok=True)
+    path = RECORDED / f"{kind}_{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def names(kind):
+    """The machines or runs that have a record of this kind, such as ["h200"]."""
+    return sorted(path.stem.removeprefix(f"{kind}_") for path in RECORDED.glob(f"{kind}_*.json"))
+
+
+def load(kind, name="h200"):
+    """The record of one run: dict(settings, rows). Raises ValueError where there is none, naming those that exist."""
+    if name not in names(kind):
+        raise ValueError(f"data/recorded has no run {kind}_{name}.json; of {kind} it has {', '.join(names(kind)) or 'none'}.")
+    return json.loads((RECORDED / f"{kind}_{name}.json").read_text(encoding="utf-8"))
