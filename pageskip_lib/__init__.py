@@ -1,8 +1,8 @@
 """pageskip: don't read most of the KV cache. Import this before triton or transformers (see runtime.py)."""
 
 from . import runtime  # first: it sets Triton's interpreter switch
-from .dense import dense_decode
-from .merge import merge_partials
+from .dense import decode_workspace, dense_decode
+from .merge import Workspace, merge_partials
 from .models import ModelUnavailable, load_model
 from .scores import page_scores
 from .selection import Budget, PageList, select_pages
@@ -14,6 +14,8 @@ __all__ = [
     "ModelUnavailable",
     "PageList",
     "PageSummary",
+    "Workspace",
+    "decode_workspace",
     "dense_decode",
     "load_model",
     "merge_partials",

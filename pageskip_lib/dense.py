@@ -1,21 +1,20 @@
 """Exact decode attention in two stages: splits over the KV cache, then a log-sum-exp merge.
 
-One query token leaves no parallelism over queries, so stage one makes some: the cache is cut into splits, and
-one program reads one split of one KV head for all the query heads that share it. Stage two (merge.py) adds the
-splits up. Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
+One query token leaves no parallelism over queries, so stage one makes some: the tiles of a KV head's cache are dealt out to
+splits, and one program reads one split for all the query heads that share the KV head. Stage two (merge.py) adds the splits up.
+Method: flash-decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
-import math
 from functools import lru_cache
 
 import torch
 
 from .checks import check_attention, check_lengths, check_scale
-from .merge import empty_result, launch_merge, new_partials, new_result
+from .merge import Workspace, empty_result, workspace_for
 from .runtime import card, resolve_backend, tl, triton
-from .tiles import LOG2_E, TILE_TOKENS, attend_tile, store_partial, valid_length
+from .tiles import LOG2_E, attend_tile, store_partial, valid_length
 
-MAX_SPLITS = 128  # as many as choose_splits makes: enough for one KV head on any card of today
+IN_FLIGHT = 128 * 1024  # bytes on their way into one SM; with half of it an H200 reads a long cache 15% slower
 
 
 @triton.jit
@@ -28,9 +27,9 @@ def _dense_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # the merge may be set up now; it waits for the end of this kernel
     # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens pass 2^31 elements.
-    batch = tl.program_id(0).to(tl.int64) // kv_heads
-    head = tl.program_id(0).to(tl.int64) % kv_heads
-    split = tl.program_id(1)
+    split = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64) // kv_heads
+    head = tl.program_id(1).to(tl.int64) % kv_heads
 
     group = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -40,15 +39,12 @@ def _dense_kernel(
     q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
 
     length = valid_length(lengths_ptr, batch, tokens)
-    tiles = tl.cdiv(length, TILE)
-    tiles_per_split = tl.cdiv(tiles, splits)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tiles)
 
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for tile in range(first, last):
+    # Dealt out like cards: shares differ by one tile at most, and programs that run together read neighbouring memory.
+    for tile in range(split, tl.cdiv(length, TILE), splits):
         token = tile * TILE + tl.arange(0, TILE)
         valid = token < length
         at = token.to(tl.int64)[:, None]
@@ -61,21 +57,24 @@ def _dense_kernel(
 
 
 @lru_cache
-def choose_splits(rows, tokens, sms, tile=TILE_TOKENS):
-    """How many splits: the fewest that keep nearly all SMs busy, and none without a tile.
+def choose_splits(rows, tokens, sms, per_sm, tile):
+    """How many splits each of ``rows`` = B * Hkv caches is dealt out to, so that every SM runs nearly the same number of programs.
 
-    rows = B * Hkv programs per split; tokens the cache's capacity, not its length, since a captured graph keeps the grid.
-    Each program has many loads in flight, so one to an SM is enough; what costs is a last wave that leaves SMs idle.
+    per_sm: the fewest programs that keep enough bytes in flight into an SM. Each more than that costs a start and an end, so the first
+    whole number of programs an SM that the rows nearly divide is taken. tokens: the cache's capacity, not its length, since a
+    captured graph keeps the grid; no split is left without a tile of it.
     """
 
-    def busy(splits):
-        waves = max(rows, 1) * splits / sms
-        return waves / math.ceil(waves)
+    def filling(programs):
+        return max(1, programs * sms // rows)
 
-    candidates = range(1, MAX_SPLITS + 1)
-    best = max(map(busy, candidates))
-    wanted = next(splits for splits in candidates if busy(splits) >= 0.95 * best)
-    return max(1, min(wanted, -(-tokens // tile)))
+    def balance(programs):
+        return rows * filling(programs) / (programs * sms)
+
+    fewest = max(per_sm, -(-rows // sms))
+    candidates = range(fewest, fewest + 8)
+    even = next((programs for programs in candidates if balance(programs) >= 0.94), max(candidates, key=balance))
+    return min(filling(even), -(-tokens // tile))
 
 
 def check_splits(splits):
@@ -85,16 +84,25 @@ def check_splits(splits):
 
 def launch_shape(q, k, card):
     """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D] and a ``Card``."""
-    group, dim = q.shape[1] // k.shape[1], q.shape[2]
+    rows, group, dim = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     token_bytes = 2 * block_d * k.element_size()
-    room = card.shared_bytes - block_g * block_d * k.element_size() - 2048  # beside q and the compiler's own needs
-    tile = TILE_TOKENS if TILE_TOKENS * token_bytes <= room else TILE_TOKENS // 2  # fp32 with D = 256 on 99 KB
+    room = card.shared_bytes - 2 * block_g * block_d * k.element_size() - 2048  # beside q, the weights and the compiler's own needs
+    # The widest tile of which two fit on their way in. With more rows than SMs a half of it, so that two programs can share an SM.
+    widest = 128 if rows <= card.sms else 64
+    tile = next((tile for tile in (128, 64, 32) if tile <= widest and 2 * tile * token_bytes <= room), 16)
     return dict(
         G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
-        num_warps=4, num_stages=max(1, min(4, 1 + room // (tile * token_bytes))),  # all but one stage hold a tile
+        num_warps=4 if block_g * block_d <= 8192 else 8, num_stages=max(1, min(3, 1 + room // (tile * token_bytes))),
     )  # fmt: skip
+
+
+def splits_for(q, k, card, shape, tokens):
+    """The splits of a launch with this ``launch_shape`` over ``tokens`` tokens of each KV head."""
+    in_flight = max(1, shape["num_stages"] - 1) * shape["TILE"] * 2 * shape["BLOCK_D"] * k.element_size()
+    resident = max(1, card.shared_bytes // (in_flight + 4096))
+    return choose_splits(k.shape[0] * k.shape[1], tokens, card.sms, min(resident, -(-IN_FLIGHT // in_flight)), shape["TILE"])
 
 
 def attend_prefix(q, k, v, scale):
@@ -107,14 +115,21 @@ def attend_prefix(q, k, v, scale):
     return out.reshape(-1, dim), lse.reshape(-1)
 
 
-def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="auto", return_lse=False):
+def decode_workspace(q, k):
+    """A ``Workspace`` for ``dense_decode`` and ``sparse_decode`` calls with tensors shaped like q [B, Hq, D] and k [B, Hkv, T, D]."""
+    this_card = card(q.device)
+    return Workspace(q, splits_for(q, k, this_card, launch_shape(q, k, this_card), k.shape[2]))
+
+
+def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=None, backend="auto", return_lse=False):
     """Exact attention of one query token per sequence over its whole KV cache.
 
     q: [B, Hq, D]. k, v: [B, Hkv, T, D]. Any outer strides (a [B, T, Hkv, D] cache goes in as a transposed view), last
     dimension contiguous. All three in one dtype (fp16, bf16 or fp32) on one device; Hkv divides Hq; D in 64, 80, 96,
     128, 192, 256. lengths: [B] int32 on that device, the valid tokens of each sequence (default T); what lies
     past a length is never read into the result, NaN included. scale: of the scores, default D ** -0.5.
-    splits: parts the cache is cut into (default from the shape and the card; ignored by the PyTorch backend).
+    splits: parts the cache is cut into (default from the shape and the card). workspace: from ``decode_workspace``; the call then
+    allocates nothing, and what it returns is overwritten by the next call with it. The PyTorch backend ignores both.
 
     Returns out [B, Hq, D] in q's dtype, and with ``return_lse`` also lse [B, Hq] fp32, natural log. A sequence of
     length 0 gives out 0 and lse -inf. Sums and partial results are fp32.
@@ -137,12 +152,12 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, backend="aut
     else:
         this_card = card(q.device)
         shape = launch_shape(q, k, this_card)
-        splits = splits or choose_splits(batch * kv_heads, tokens, this_card.sms, shape["TILE"])
-        (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
-        _dense_kernel[(batch * kv_heads, splits)](
-            q, k, v, lengths, outs, lses,
+        splits = splits or splits_for(q, k, this_card, shape, tokens)
+        workspace = workspace_for(q, splits, workspace)
+        _dense_kernel[(splits, batch * kv_heads)](
+            q, k, v, lengths, *workspace.partials(splits),
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **shape,
         )  # fmt: skip
-        launch_merge(outs, lses, out, lse)
+        out, lse = workspace.merge(splits)
     return (out, lse) if return_lse else out

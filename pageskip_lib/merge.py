@@ -10,7 +10,7 @@ import torch
 from .checks import check_tensor, shape_of
 from .runtime import card, resolve_backend, tl, triton
 
-MERGE_BLOCK = 16  # splits merged at a time
+MERGE_SPLITS, MERGE_DIMS = 32, 32  # one program merges so many splits at a time, for so many dims: small, since many run at once
 
 
 @triton.jit
@@ -18,31 +18,31 @@ def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: 
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK_S)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Each lane of the block runs a softmax of its own over every BLOCK_S-th split; a fixed block, so that empty splits change no bit.
     top = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        split = start + block
-        top = tl.maximum(top, tl.load(lses + split * rows + row, mask=split < splits, other=float("-inf")))
-    pivot = tl.max(top, axis=0)
-    pivot = tl.where(pivot == float("-inf"), 0.0, pivot)
-
-    # A fixed block, whatever the number of splits: empty ones at the end add exact zeros and change no bit.
     total = tl.zeros([BLOCK_S], tl.float32)
     acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     for start in range(0, splits, BLOCK_S):
-        split = start + block
-        split_lse = tl.load(lses + split * rows + row, mask=split < splits, other=float("-inf"))
-        weights = tl.exp(split_lse - pivot)
-        # An empty part has weight 0, and whatever its buffer holds must not enter: 0 * NaN is NaN.
-        live = (split_lse > float("-inf"))[:, None] & (dims < D)[None, :]
-        parts = tl.load(outs + (split[:, None] * rows + row) * D + dims[None, :], mask=live, other=0.0)
-        total += weights
-        acc += parts * weights[:, None]
-    total = tl.sum(total, axis=0)
+        split = start + tl.arange(0, BLOCK_S)
+        there = split < splits
+        split_lse = tl.load(lses + split * rows + row, mask=there, other=float("-inf"))
+        parts = tl.load(outs + (split[:, None] * rows + row) * D + dims[None, :], mask=there[:, None] & (dims < D)[None, :], other=0.0)
+        # Read beside its LSE, not after it, so an empty part is dropped here: whatever it holds must not enter, and 0 * NaN is NaN.
+        parts = tl.where((split_lse > float("-inf"))[:, None], parts, 0.0)
+        new_top = tl.maximum(top, split_lse)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink, weights = tl.exp(top - pivot), tl.exp(split_lse - pivot)
+        total = total * shrink + weights
+        acc = acc * shrink[:, None] + parts * weights[:, None]
+        top = new_top
+    best = tl.max(top, axis=0)
+    pivot = tl.where(best == float("-inf"), 0.0, best)
+    shrink = tl.exp(top - pivot)
+    total = tl.sum(total * shrink, axis=0)
     nonzero = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * D + dims, tl.sum(acc, axis=0) / nonzero, mask=dims < D)
-    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(nonzero)))
+    tl.store(out + row * D + dims, tl.sum(acc * shrink[:, None], axis=0) / nonzero, mask=dims < D)
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(nonzero)), mask=tl.program_id(1) == 0)
 
 
 def empty_result(q):
@@ -51,16 +51,45 @@ def empty_result(q):
     return torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.full(q.shape[:2], float("-inf"), device=q.device)
 
 
-def new_result(q):
-    """Room for out [B, Hq, D] in q's dtype and lse [B, Hq] fp32; the merge writes all of it."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+class Workspace:
+    """Scratch and results of a decode call, for reuse: a call that is given one allocates nothing, and its results live in it.
+
+    out [B, Hq, D] in q's dtype and lse [B, Hq] fp32 hold the result; outs [S, B, Hq, D] and lses [S, B, Hq] the partial results of S
+    splits, fp32 whatever q's dtype is. Every call writes all of what it reads.
+    """
+
+    def __init__(self, q, splits):
+        self.splits = splits
+        self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        self.lses = torch.empty(self.outs.shape[:-1], dtype=torch.float32, device=q.device)
+
+    def partials(self, splits):
+        """Where stage one writes: the scratch of so many splits, or the result itself when there is nothing to merge."""
+        return (self.out, self.lse) if splits == 1 else (self.outs[:splits], self.lses[:splits])
+
+    def merge(self, splits):
+        """Stage two over what stage one wrote; returns (out, lse)."""
+        if splits > 1:
+            launch_merge(*self.partials(splits), self.out, self.lse)
+        return self.out, self.lse
 
 
-def new_partials(splits, q):
-    """Scratch for stage one: outs [splits, B, Hq, D] and lses [splits, B, Hq], fp32 whatever q's dtype is."""
-    outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
-    return outs, torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
+def workspace_for(q, splits, given=None):
+    """The caller's ``Workspace`` if it fits q [B, Hq, D] and this many splits, else an error; a new one where none is given."""
+    if given is None:
+        return Workspace(q, splits)
+    if not isinstance(given, Workspace):
+        raise TypeError(f"workspace must be a Workspace, as decode_workspace makes it, got {type(given).__name__}.")
+    if (given.out.shape, given.out.dtype, given.out.device) != (q.shape, q.dtype, q.device):
+        raise ValueError(
+            f"workspace is for q of {shape_of(given.out)}, {given.out.dtype} on {given.out.device}, "
+            f"but q is {shape_of(q)}, {q.dtype} on {q.device}."
+        )
+    if given.splits < splits:
+        raise ValueError(f"workspace holds {given.splits} splits and this call makes {splits}; make it with decode_workspace(q, k).")
+    return given
 
 
 def launch_merge(outs, lses, out, lse):
@@ -68,9 +97,9 @@ def launch_merge(outs, lses, out, lse):
     splits, batch, heads, dim = outs.shape
     rows = batch * heads
     early = card(outs.device).dependent_launch
-    _merge_kernel[(rows,)](
-        outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_BLOCK, BLOCK_D=triton.next_power_of_2(dim),
-        DEPENDENT=early, **(dict(launch_pdl=True) if early else {}),
+    _merge_kernel[(rows, triton.cdiv(dim, MERGE_DIMS))](
+        outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=MERGE_DIMS,
+        DEPENDENT=early, num_warps=1, **(dict(launch_pdl=True) if early else {}),
     )  # fmt: skip
 
 

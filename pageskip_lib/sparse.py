@@ -3,8 +3,8 @@
 import torch
 
 from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
-from .dense import attend_prefix, choose_splits, launch_shape
-from .merge import empty_result, launch_merge, new_partials, new_result
+from .dense import attend_prefix, launch_shape, splits_for
+from .merge import empty_result, workspace_for
 from .runtime import card, resolve_backend, tl, triton
 from .selection import PageList
 from .tiles import LOG2_E, attend_tile, store_partial, valid_length
@@ -20,9 +20,9 @@ def _sparse_kernel(
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    batch = tl.program_id(0).to(tl.int64) // kv_heads
-    head = tl.program_id(0).to(tl.int64) % kv_heads
-    split = tl.program_id(1)
+    split = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64) // kv_heads
+    head = tl.program_id(1).to(tl.int64) % kv_heads
 
     group = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -38,14 +38,11 @@ def _sparse_kernel(
     last_page = tl.load(pages_ptr + count - 1, mask=count > 0, other=0)
     listed = tl.maximum(count - 1, 0) * PAGE + tl.minimum(tl.maximum(length - last_page * PAGE, 0), PAGE)
     tiles = tl.cdiv(tl.where(count > 0, listed, 0), TILE)
-    tiles_per_split = tl.cdiv(tiles, splits)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tiles)
 
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for tile in range(first, last):
+    for tile in range(split, tiles, splits):
         position = tile * TILE + tl.arange(0, TILE)
         page = tl.load(pages_ptr + position // PAGE, mask=position // PAGE < count, other=-1)
         token = page * PAGE + position % PAGE
@@ -111,10 +108,10 @@ def _check_pages(pages, k, page_size):
             )
 
 
-def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backend="auto", return_lse=False):
+def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, workspace=None, backend="auto", return_lse=False):
     """Exact attention of one query token per sequence over the listed pages only.
 
-    q, k, v, lengths, scale, backend, the results and the errors as in ``dense_decode``. pages: a ``PageList`` as
+    q, k, v, lengths, scale, workspace, backend, the results and the errors as in ``dense_decode``. pages: a ``PageList`` as
     ``select_pages`` makes it, .pages [B, Hkv, K] int32 ascending page numbers with -1 for none, .counts [B, Hkv] int32, the
     leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128. Page p holds tokens p * page_size and on.
 
@@ -145,13 +142,13 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, backen
         page_numbers = pages.pages.contiguous()
         this_card = card(q.device)
         shape = launch_shape(q, k, this_card)
-        splits = choose_splits(batch * kv_heads, min(capacity * page_size, tokens), this_card.sms, shape["TILE"])
-        (out, lse), (outs, lses) = new_result(q), new_partials(splits, q)
-        _sparse_kernel[(batch * kv_heads, splits)](
-            q, k, v, lengths, page_numbers, pages.counts.contiguous(), outs, lses,
+        splits = splits_for(q, k, this_card, shape, min(capacity * page_size, tokens))
+        workspace = workspace_for(q, splits, workspace)
+        _sparse_kernel[(splits, batch * kv_heads)](
+            q, k, v, lengths, page_numbers, pages.counts.contiguous(), *workspace.partials(splits),
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
             PAGE=page_size, **shape,
         )  # fmt: skip
-        launch_merge(outs, lses, out, lse)
+        out, lse = workspace.merge(splits)
     return (out, lse) if return_lse else out

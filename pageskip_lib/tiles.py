@@ -9,8 +9,6 @@ from .runtime import tl, triton
 # exp(x) = exp2(x * log2(e)): the GPU has an exp2 instruction, so scores are kept in units of log2.
 LOG2_E = 1.4426950408889634
 
-TILE_TOKENS = 64  # dense and sparse use one tile width for a shape and card, so that a list of all pages adds up in the same order
-
 
 @triton.jit
 def valid_length(lengths_ptr, batch, tokens):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pageskip_lib import reference, runtime
+from pageskip_lib import Workspace, reference, runtime
 
 BACKENDS = ("torch", "triton")
 
@@ -103,14 +103,12 @@ def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def poisoned_partials(value):
-    """A stand-in for ``merge.new_partials`` whose scratch holds ``value`` wherever the kernel writes nothing."""
-
-    def new_partials(splits, q):
-        outs = torch.full((splits, *q.shape), value, dtype=torch.float32, device=q.device)
-        return outs, torch.full(outs.shape[:-1], value, dtype=torch.float32, device=q.device)
-
-    return new_partials
+def poisoned_workspace(q, splits, value):
+    """A ``Workspace`` whose scratch holds ``value`` wherever the kernel writes nothing."""
+    workspace = Workspace(q, splits)
+    workspace.outs.fill_(value)
+    workspace.lses.fill_(value)
+    return workspace
 
 
 class Guarded:
@@ -128,9 +126,12 @@ class Guarded:
         self._buffers.append(buffer)
         return buffer[self.BAND : self.BAND + size].view(shape)
 
-    def new_partials(self, splits, q):
-        outs = self.make((splits, *q.shape), torch.float32, q.device)
-        return outs, self.make(outs.shape[:-1], torch.float32, q.device)
+    def workspace(self, q, splits):
+        workspace = Workspace(q, splits)
+        for name in ("outs", "lses", "out", "lse"):
+            tensor = getattr(workspace, name)
+            setattr(workspace, name, self.make(tensor.shape, tensor.dtype, tensor.device))
+        return workspace
 
     def empty_result(self, q):
         out, lse = self.make(q.shape, q.dtype, q.device), self.make(q.shape[:2], torch.float32, q.device)

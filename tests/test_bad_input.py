@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pageskip_lib import (
-    Budget, PageList, dense, dense_decode, merge, merge_partials, page_scores, scores, select_pages, sparse, sparse_decode,
-    summaries, summarize_pages,
+    Budget, PageList, Workspace, decode_workspace, dense, dense_decode, merge, merge_partials, page_scores, scores, select_pages,
+    sparse, sparse_decode, summaries, summarize_pages,
 )  # fmt: skip
 
 from helpers import Unlaunchable, each_backend, int32
@@ -135,6 +135,22 @@ def test_unknown_backend(good, attention):
 def test_scale_that_is_no_number(scale, backend, good, attention):
     with pytest.raises((TypeError, ValueError), match="scale"):
         attention(good, scale=scale, backend=backend)
+
+
+@pytest.mark.parametrize("function", ["dense", "sparse"])
+def test_workspace(function, good):
+    """One that does not fit is refused before the kernel, which would write past its end."""
+    pages = PageList.from_rows([[[0]] * 2] * 2, good["q"].device)
+    inputs = {name: good[name] for name in "qkv"} | dict(backend="triton")
+    call = dense_decode if function == "dense" else lambda **given: sparse_decode(**given, pages=pages, page_size=16)
+    refuses(TypeError, "workspace must be a Workspace", "dict", call=lambda: call(**inputs, workspace={}))
+    wider = decode_workspace(torch.zeros(3, 4, 64, device=good["q"].device), good["k"])
+    refuses(ValueError, "workspace is for q of [3, 4, 64]", "[2, 4, 64]", call=lambda: call(**inputs, workspace=wider))
+    half = decode_workspace(good["q"].half(), good["k"].half())
+    refuses(ValueError, "float16", "float32", call=lambda: call(**inputs, workspace=half))
+    if function == "dense":
+        one = Workspace(good["q"], 1)
+        refuses(ValueError, "holds 1 splits and this call makes 2", call=lambda: call(**inputs, splits=2, workspace=one))
 
 
 @each_backend

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pageskip_lib import dense, dense_decode, merge, runtime
+from pageskip_lib import decode_workspace, dense, dense_decode, merge, runtime
 from pageskip_lib.checks import HEAD_DIMS
 
 from helpers import (
     Guarded, Unlaunchable, assert_is_attention, attention_errors, each_backend, each_backend_and_dtype, far_apart, int32,
-    make_qkv, poisoned_partials, same_bits,
+    make_qkv, poisoned_workspace, same_bits,
 )  # fmt: skip
 
 INF, NAN = float("inf"), float("nan")
@@ -58,13 +58,12 @@ def test_lse_is_the_natural_logarithm(backend, length, device):
 
 
 @pytest.mark.parametrize("poison", [NAN, 1e30, INF])
-def test_scratch_is_never_read_before_it_is_written(poison, device, monkeypatch):
+def test_scratch_is_never_read_before_it_is_written(poison, device):
     """Case A2: splits past a row's length must not leave what an earlier call left in the scratch."""
     q, k, v = make_qkv(2, 2, 1, 256, 64, device=device)
     lengths = int32([65, 0], device)
     expected = attend(q, k, v, lengths=lengths, splits=6, backend="triton")
-    monkeypatch.setattr(dense, "new_partials", poisoned_partials(poison))
-    found = attend(q, k, v, lengths=lengths, splits=6, backend="triton")
+    found = attend(q, k, v, lengths=lengths, splits=6, backend="triton", workspace=poisoned_workspace(q, 6, poison))
     assert same_bits(found[0], expected[0]) and same_bits(found[1], expected[1])
     assert_is_attention(found, q, k, v, lengths=lengths)
 
@@ -116,11 +115,11 @@ def test_result_does_not_depend_on_the_number_of_splits(splits, device):
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_row_alone_equals_row_in_a_batch(backend, dtype, device):
-    """Cases D4 and D10: with equal splits a row's bits do not depend on its neighbours."""
-    q, k, v = make_qkv(5, 2, 1, 130, 64, dtype=dtype, device=device)
-    lengths = int32([130, 0, 63, 65, 1], device)
+    """Cases D4 and D10: with equal splits and no more rows than SMs a row's bits do not depend on its neighbours."""
+    q, k, v = make_qkv(4, 2, 1, 130, 64, dtype=dtype, device=device)
+    lengths = int32([130, 0, 65, 1], device)
     out, lse = attend(q, k, v, lengths=lengths, splits=3, backend=backend)
-    for row in range(5):
+    for row in range(4):
         one = slice(row, row + 1)
         alone = attend(q[one], k[one], v[one], lengths=lengths[one], splits=3, backend=backend)
         assert same_bits(out[one], alone[0]) and same_bits(lse[one], alone[1]), f"row {row}"
@@ -131,11 +130,12 @@ def test_row_alone_equals_row_in_a_batch(backend, dtype, device):
 def test_any_group(backend, group, device, monkeypatch):
     """Cases C1, C2 and C5: groups padded to a power of two of at least 16 neither alias a neighbour nor write past the end."""
     guarded = Guarded()
-    monkeypatch.setattr(dense, "new_partials", guarded.new_partials)
     monkeypatch.setattr(dense, "empty_result", guarded.empty_result)
     kv_heads = 2 if group < 12 else 1
     q, k, v = make_qkv(1, group * kv_heads, kv_heads, 66, 64, device=device)
-    assert_is_attention(attend(q, k, v, splits=2, backend=backend), q, k, v)
+    workspace = guarded.workspace(q, 2)
+    for splits in (1, 2):  # with one, the kernel writes the result itself
+        assert_is_attention(attend(q, k, v, splits=splits, workspace=workspace, backend=backend), q, k, v)
     assert guarded.intact()
 
 
@@ -144,11 +144,11 @@ def test_any_group(backend, group, device, monkeypatch):
 def test_every_head_dim(backend, dtype, dim, device, monkeypatch):
     """Case C6: head dims that are no power of two are padded inside; the default scale uses the true one (case H8)."""
     guarded = Guarded()
-    monkeypatch.setattr(dense, "new_partials", guarded.new_partials)
     monkeypatch.setattr(dense, "empty_result", guarded.empty_result)
     q, k, v = make_qkv(1, 4, 2, 66, dim, dtype=dtype, device=device)
-    result = attend(q, k, v, splits=2, backend=backend)
-    assert_is_attention(result, q, k, v, scale=dim**-0.5)
+    workspace = guarded.workspace(q, 2)
+    for splits in (1, 2):
+        assert_is_attention(attend(q, k, v, splits=splits, workspace=workspace, backend=backend), q, k, v, scale=dim**-0.5)
     assert guarded.intact()
 
 
@@ -261,17 +261,20 @@ def test_all_lengths_zero(backend, device):
 
 
 @pytest.mark.parametrize("sms", [1, 4, 16, 132])
-@pytest.mark.parametrize("tokens", [0, 1, 64, 65, 8192, 2**22])
-@pytest.mark.parametrize("rows", [0, 1, 7, 512 * 8])
-def test_choose_splits_stays_in_bounds(rows, tokens, sms):
+@pytest.mark.parametrize("tokens", [1, 64, 65, 8192, 2**22])
+@pytest.mark.parametrize("rows", [1, 7, 512 * 8])
+@pytest.mark.parametrize("per_sm", [1, 2])
+def test_choose_splits_stays_in_bounds(rows, tokens, sms, per_sm):
     """Case B7: positive, and never more splits than tiles, at any size (Dao-AILab/flash-attention#2662)."""
-    splits = dense.choose_splits(rows, tokens, sms)
-    assert 1 <= splits <= max(1, -(-tokens // 64)) and splits <= 4096
+    splits = dense.choose_splits(rows, tokens, sms, per_sm, 64)
+    assert 1 <= splits <= -(-tokens // 64) and splits <= 4096
 
 
-def test_choose_splits_fills_the_card_with_few_rows():
-    assert dense.choose_splits(1, 65536, 132) * 1 >= 120
-    assert dense.choose_splits(256, 65536, 132) <= 2
+@pytest.mark.parametrize("rows, per_sm, splits", [(2, 1, 66), (8, 1, 16), (16, 1, 8), (64, 1, 2), (256, 2, 1), (24, 2, 11), (96, 2, 4)])
+def test_every_sm_gets_nearly_the_same_number_of_programs(rows, per_sm, splits):
+    assert dense.choose_splits(rows, 65536, 132, per_sm, 128) == splits
+    programs = rows * splits
+    assert programs / (132 * -(-programs // 132)) >= 0.94 and programs >= 0.9 * per_sm * 132
 
 
 @pytest.mark.skipif(not runtime.HAS_TRITON, reason="Triton is not installed")
@@ -280,7 +283,39 @@ def test_launches_have_a_stage_whatever_the_group(group):
     """128 query heads of 256 fp32 numbers fill a consumer card's shared memory by themselves."""
     card = runtime.Card("", sms=100, l2_bytes=0, shared_bytes=99 * 1024, dependent_launch=False)
     shape = dense.launch_shape(torch.empty(1, group, 256), torch.empty(1, 1, 64, 256), card)
-    assert 1 <= shape["num_stages"] <= 4 and shape["TILE"] == 32
+    assert 1 <= shape["num_stages"] <= 3 and shape["TILE"] == 16
+
+
+def test_more_rows_than_sms_get_two_programs_to_an_sm():
+    """Nothing is split then; two smaller programs hide each other's start and end."""
+    card = runtime.Card("", sms=132, l2_bytes=0, shared_bytes=227 * 1024, dependent_launch=True)
+    for rows, tile in ((132, 128), (256, 64)):
+        q, k = torch.empty(rows, 4, 128, dtype=torch.float16), torch.empty(1, 1, 1, 128, dtype=torch.float16).expand(rows, 1, 4096, 128)
+        shape = dense.launch_shape(q, k, card)
+        assert shape["TILE"] == tile and dense.splits_for(q, k, card, shape, 4096) == 1
+
+
+def test_a_workspace_holds_the_result_until_the_next_call(device):
+    q, k, v = make_qkv(2, 4, 2, 300, 64, device=device)
+    workspace = decode_workspace(q, k)
+    first, first_lse = attend(q, k, v, workspace=workspace, backend="triton")
+    assert first.data_ptr() == workspace.out.data_ptr() and first_lse.data_ptr() == workspace.lse.data_ptr()
+    expected = attend(q, k, v, backend="triton")
+    assert same_bits(first, expected[0]) and same_bits(first_lse, expected[1])
+    second = dense_decode(-q, k, v, workspace=workspace, backend="triton")
+    assert same_bits(second, dense_decode(-q, k, v, backend="triton")) and same_bits(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_a_call_with_a_workspace_allocates_nothing(splits, device):
+    q, k, v = make_qkv(2, 4, 2, 3000, 64, device=device)
+    workspace = decode_workspace(q, k)
+    counted = []
+    for _ in range(3):
+        dense_decode(q, k, v, workspace=workspace, splits=splits, return_lse=True)
+        counted.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+    assert counted[1] == counted[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -290,13 +325,15 @@ def test_partials_are_fp32(dtype, device, monkeypatch):
 
     def launch_merge(outs, lses, out, lse):
         seen.append((outs.clone(), lses.clone()))
-        return merge.launch_merge(outs, lses, out, lse)
+        return real(outs, lses, out, lse)
 
-    monkeypatch.setattr(dense, "launch_merge", launch_merge)
+    real = merge.launch_merge
+    monkeypatch.setattr(merge, "launch_merge", launch_merge)
     q, k, v = make_qkv(1, 2, 1, 130, 64, dtype=dtype, device=device)
     one, three = (attend(q, k, v, splits=splits, backend="triton") for splits in (1, 3))
-    assert all(part.dtype == torch.float32 for parts in seen for part in parts)
-    assert not torch.equal(seen[1][0], seen[1][0].half().float()), "the partials were rounded to half on the way"
+    ((outs, lses),) = seen  # one split leaves nothing to merge
+    assert outs.dtype == lses.dtype == torch.float32
+    assert not torch.equal(outs, outs.half().float()), "the partials were rounded to half on the way"
     assert_is_attention(one, q, k, v)
     assert_is_attention(three, q, k, v)
 

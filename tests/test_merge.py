@@ -137,18 +137,18 @@ def test_strided_parts(backend, device):
 def test_merge_writes_inside_its_output(parts, dim, device):
     """Case C2: head dims and part counts that are no power of two are padded, and the padding is not stored."""
     guarded = Guarded()
-    outs, lses = guarded.new_partials(parts, torch.empty(1, 3, dim, device=device))
+    workspace = guarded.workspace(torch.empty(1, 3, dim, device=device), parts)
+    outs, lses = workspace.outs, workspace.lses
     outs.copy_(randn(*outs.shape, device=device))
     lses.copy_(randn(*lses.shape, seed=1, device=device))
-    out, lse = guarded.empty_result(torch.empty(1, 3, dim, device=device))
-    merge.launch_merge(outs, lses, out, lse)
-    assert_merged((out, lse), outs, lses)
+    assert_merged(workspace.merge(parts), outs, lses)
     assert guarded.intact()
 
 
 def test_partials_are_fp32_whatever_the_query(device):
     """Case C8."""
     for dtype in dtypes_for("torch"):
-        outs, lses = merge.new_partials(3, torch.zeros(2, 4, 64, dtype=dtype, device=device))
+        workspace = merge.Workspace(torch.zeros(2, 4, 64, dtype=dtype, device=device), 3)
+        outs, lses = workspace.partials(3)
         assert outs.dtype == lses.dtype == torch.float32
         assert outs.shape == (3, 2, 4, 64) and lses.shape == (3, 2, 4)

@@ -10,7 +10,7 @@ from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES
 
 from helpers import (
     Guarded, Unlaunchable, assert_is_attention, each_backend, each_backend_and_dtype, far_apart, int32, make_qkv,
-    poisoned_partials, randn, same_bits,
+    poisoned_workspace, randn, same_bits,
 )  # fmt: skip
 
 INF, NAN = float("inf"), float("nan")
@@ -198,10 +198,9 @@ def test_scratch_is_never_read_before_it_is_written(poison, device, monkeypatch)
     """Case A2: rows with short lists leave most splits of a batch empty."""
     q, k, v = make_qkv(3, 2, 1, 256, 64, device=device)
     pages = PageList.from_rows([[range(16)], [[3]], [[]]], device)
-    monkeypatch.setattr(sparse, "choose_splits", lambda *shape: 6)
+    monkeypatch.setattr(sparse, "splits_for", lambda *shape: 6)
     expected = attend(q, k, v, pages, 16, backend="triton")
-    monkeypatch.setattr(sparse, "new_partials", poisoned_partials(poison))
-    found = attend(q, k, v, pages, 16, backend="triton")
+    found = attend(q, k, v, pages, 16, backend="triton", workspace=poisoned_workspace(q, 6, poison))
     assert same_bits(found[0], expected[0]) and same_bits(found[1], expected[1])
     assert_is_attention(found, q, k, v, pages=pages, page_size=16)
 
@@ -214,12 +213,12 @@ def test_scratch_is_never_read_before_it_is_written(poison, device, monkeypatch)
 def test_any_group(backend, group, device, monkeypatch):
     """Cases C1, C2 and C5: padding heads neither alias the next KV head's list nor write outside the result."""
     guarded = Guarded()
-    monkeypatch.setattr(sparse, "new_partials", guarded.new_partials)
     monkeypatch.setattr(sparse, "empty_result", guarded.empty_result)
     kv_heads = 2 if group < 12 else 1
     q, k, v = make_qkv(1, group * kv_heads, kv_heads, 66, 64, device=device)
     pages = PageList.from_rows([[[0, 4], [1, 2]][:kv_heads]], device)
-    assert_is_attention(attend(q, k, v, pages, 16, backend=backend), q, k, v, pages=pages, page_size=16)
+    workspace = guarded.workspace(q, 8)
+    assert_is_attention(attend(q, k, v, pages, 16, workspace=workspace, backend=backend), q, k, v, pages=pages, page_size=16)
     assert guarded.intact()
 
 
@@ -239,14 +238,14 @@ def test_result_does_not_depend_on_the_number_of_splits(splits, device, monkeypa
     """Case D3: lists that the splits cut unevenly."""
     q, k, v = make_qkv(1, 4, 2, 300, 64, device=device)
     pages = PageList.from_rows([[[0, 1, 4, 7, 9, 11, 12, 17, 18], [0, 5, 6, 10, 18]]], device)
-    monkeypatch.setattr(sparse, "choose_splits", lambda *shape: splits)
+    monkeypatch.setattr(sparse, "splits_for", lambda *shape: splits)
     assert_is_attention(attend(q, k, v, pages, 16, backend="triton"), q, k, v, pages=pages, page_size=16)
 
 
 @each_backend
 def test_row_alone_equals_row_in_a_batch(backend, device, monkeypatch):
     """Cases D4 and D10: with equal splits a row's bits do not depend on its neighbours, nor on how wide their lists are."""
-    monkeypatch.setattr(sparse, "choose_splits", lambda *shape: 2)
+    monkeypatch.setattr(sparse, "splits_for", lambda *shape: 2)
     q, k, v = make_qkv(3, 2, 1, 150, 64, device=device)
     lengths = int32([150, 17, 0], device)
     pages = PageList.from_rows([[[0, 2, 3, 5, 8, 9]], [[0, 1]], [[]]], device)

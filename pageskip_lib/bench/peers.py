@@ -1,0 +1,115 @@
+"""Everything that computes exact decode attention on this machine: ours, PyTorch's, and the libraries that can be imported here.
+
+Each arm gets the cache in the layout it prefers, and whatever it does once for a shape (plans, compilation, the choice of a number of
+splits) happens before anything is timed.
+"""
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..dense import decode_workspace, dense_decode
+from .timing import time_arms
+
+PAGE = 64  # of FlashInfer's paged cache
+OURS = "pageskip dense"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to compute decode attention.
+
+    calls: takes [(q [B, Hq, D], k, v [B, Hkv, T, D]), ...], all of one shape, and returns a zero-argument call for each, which
+    returns [B, Hq, D]. tokens_first: it wants k and v stored as [B, T, Hkv, D] (it gets them as transposed views).
+    """
+
+    name: str
+    calls: Callable
+    tokens_first: bool = False
+
+
+def sdpa(q, k, v, backend):
+    """PyTorch's scaled_dot_product_attention with the group packed, pinned to one backend."""
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+
+def _pageskip(sets):
+    workspaces = [decode_workspace(q, k) for q, k, _ in sets]
+    return [lambda q=q, k=k, v=v, w=w: dense_decode(q, k, v, workspace=w) for (q, k, v), w in zip(sets, workspaces)]
+
+
+def _pinned(backend):
+    return lambda sets: [lambda q=q, k=k, v=v: sdpa(q, k, v, backend) for q, k, v in sets]
+
+
+def _flex(sets):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()  # one compiled function for a shape, never a generic one for several
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return [lambda q=q, k=k, v=v: compiled(q[:, :, None], k, v, enable_gqa=True)[:, :, 0] for q, k, v in sets]
+
+
+def _flashinfer(sets):
+    import flashinfer
+
+    q, k, _ = sets[0]
+    batch, kv_heads, tokens, dim = k.shape
+    pages = -(-tokens // PAGE)
+    if tokens % PAGE:
+        pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, pages * PAGE - tokens))  # noqa: E731
+        sets = [(q, pad(k), pad(v)) for q, k, v in sets]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(512 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages,
+        torch.arange(batch * pages, dtype=torch.int32, device=q.device),  # pages in order: the easiest table there is
+        torch.full((batch,), tokens - (pages - 1) * PAGE, dtype=torch.int32, device=q.device),
+        q.shape[1], kv_heads, dim, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+
+    def paged(x):
+        return x.transpose(1, 2).reshape(batch * pages, PAGE, kv_heads, dim)
+
+    return [lambda q=q, kv=(paged(k), paged(v)): wrapper.run(q, kv) for q, k, v in sets]
+
+
+def _fa3(sets):
+    import flash_attn_interface
+
+    def calls(splits, sets):
+        return [
+            lambda q=q, k=k.transpose(1, 2), v=v.transpose(1, 2): flash_attn_interface.flash_attn_with_kvcache(
+                q[:, None], k, v, num_splits=splits
+            )[:, 0]
+            for q, k, v in sets
+        ]
+
+    # 0 is its own heuristic; where another number of splits is faster, that one is the peer to beat.
+    tried = time_arms({splits: calls(splits, sets) for splits in (0, 1, 2, 4, 8, 16, 32)}, repeats=3, seconds_each=0.001)
+    return calls(min(tried, key=lambda splits: tried[splits].median), sets)
+
+
+def arms(device, dtype):
+    """The ``Arm`` list for a device ("cuda" or "cpu") and dtype; a library that is not installed is left out."""
+    found = [Arm(OURS, _pageskip)]
+    if device == "cpu":
+        return [*found, Arm("SDPA", _pinned(SDPBackend.FLASH_ATTENTION))]
+    found += [Arm("SDPA flash", _pinned(SDPBackend.FLASH_ATTENTION)), Arm("SDPA cuDNN", _pinned(SDPBackend.CUDNN_ATTENTION))]
+    found += [Arm("FlexAttention", _flex)]
+    for name, module, calls in (("FlashInfer", "flashinfer", _flashinfer), ("FA3", "flash_attn_interface", _fa3)):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue
+        except Exception as error:  # installed but broken: say so, and measure the others
+            warnings.warn(f"{name} cannot be used here: {type(error).__name__}: {error}", stacklevel=2)
+            continue
+        found.append(Arm(name, calls, tokens_first=True))
+    return found
