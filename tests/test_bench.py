@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from pageskip_lib.bench import dense, records, timing
+from pageskip_lib import dense_decode
+from pageskip_lib.bench import ceilings, dense, peers, records, timing
 from pageskip_lib.bench.__main__ import main
 
 
@@ -33,16 +35,61 @@ def test_arms_take_turns(monkeypatch):
     assert order[-6:] == ["a", "b"] * 3
 
 
-def test_a_wrong_arm_is_not_timed(device):
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    arms = dense.arms_for(device)
-    dense.check_arms(arms, device, dtype)
-    arms["halves the keys"] = lambda q, k, v: dense.dense_decode(q, k[:, :, ::2].contiguous(), v[:, :, ::2].contiguous())
-    with pytest.raises(RuntimeError, match="halves the keys is off by"):
-        dense.check_arms(arms, device, dtype)
-    arms["halves the keys"] = lambda q, k, v: dense.dense_decode(q, k, v) * float("nan")
-    with pytest.raises(RuntimeError, match="is off by nan"):
-        dense.check_arms(arms, device, dtype)
+def dtype_of(device):
+    return dense.DTYPES[device][0]
+
+
+@pytest.mark.parametrize("heads", dense.HEADS)
+def test_every_arm_is_right(heads, device):
+    """Case H6: a baseline's output is compared with fp64 before its time counts."""
+    found = peers.arms(device, dtype_of(device))
+    assert [arm.name for arm in found[:2]] == ["pageskip dense", "SDPA flash" if device == "cuda" else "SDPA"]
+    for arm in found:
+        dense.check_arm(arm, heads, dtype_of(device), device)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda q, k, v: dense_decode(q, k[:, :, ::2], v[:, :, ::2]), lambda q, k, v: dense_decode(q, k, v) * float("nan")], ids=["half", "nan"]
+)
+def test_a_wrong_arm_is_not_timed(wrong, device):
+    with pytest.raises(RuntimeError, match="mine is off by"):
+        dense.check_arm(peers.Arm("mine", peers.each(wrong)), dense.HEADS[0], dtype_of(device), device)
+
+
+def test_both_layouts_are_the_same_bytes():
+    ((_, kv),) = dense.make_sets(1, (4, 2, 64), 3, 10, torch.float32, "cpu")
+    for tokens_first, inner in ((False, (64 * 10, 64)), (True, (64, 2 * 64))):
+        k, v = dense.views(kv, tokens_first)
+        assert k.shape == v.shape == (3, 2, 10, 64) and k.stride()[1:3] == inner
+        assert k.data_ptr() == kv.data_ptr() and v.data_ptr() == kv[1].data_ptr()
+
+
+def test_a_peer_that_refuses_a_shape_gets_a_row_that_says_so(device, monkeypatch):
+    def refuse(q, k, v):
+        raise RuntimeError("no kernel for this shape\nand a page of advice")
+
+    found = [*peers.arms(device, dtype_of(device))[:2], peers.Arm("picky", peers.each(refuse))]
+    rows = dense.measure_shape(found, (4, 2, 64), 1, 256, dtype_of(device), device, lambda: None)
+    assert [row["error"] for row in rows if "error" in row] == ["RuntimeError: no kernel for this shape"]
+    assert len(rows) == 4 and all(row["microseconds"] > 0 for row in rows[:3])
+    assert "-" in dense.table(rows).splitlines()[-1]
+
+
+def test_what_ran_is_named(device):
+    """Case H1: the time of a baseline means little without the name of the kernel that ran."""
+    q, k, v = (torch.randn(shape, dtype=dtype_of(device), device=device) for shape in ((1, 4, 64), (1, 2, 300, 64), (1, 2, 300, 64)))
+    if device == "cuda":
+        assert timing.kernel_names(lambda: dense_decode(q, k, v, splits=2)) == ["_dense_kernel", "_merge_kernel"]
+        assert any("flash" in name for name in timing.kernel_names(lambda: peers.sdpa(q, k, v, SDPBackend.FLASH_ATTENTION)))
+    else:
+        assert "flash_attention_for_cpu" in timing.kernel_names(lambda: peers.sdpa(q, k, v, SDPBackend.FLASH_ATTENTION))[0]
+
+
+def test_a_pinned_backend_refuses_rather_than_falling_back(device):
+    """Case H1: a mask that flash attention cannot take must not end in the math backend."""
+    q, k, v = (torch.randn(shape, dtype=dtype_of(device), device=device) for shape in ((1, 4, 64), (1, 4, 300, 128), (1, 4, 300, 64)))
+    with pytest.raises(RuntimeError):
+        peers.sdpa(q, k, v, SDPBackend.CUDNN_ATTENTION if device == "cpu" else SDPBackend.FLASH_ATTENTION)
 
 
 @pytest.mark.gpu
@@ -50,23 +97,42 @@ def test_the_streaming_read_reads_everything():
     """Its sum is compared with a number, so a kernel that skips its input would be seen to store nothing."""
     x, out = torch.zeros(10_000, device="cuda", dtype=torch.float32), torch.zeros((), device="cuda")
     x[9_999] = 12345.678
-    dense.read_once(x, out)
+    ceilings.read_once(x, out)
     assert out.item() == pytest.approx(12345.678)
+
+
+def test_ceilings_count_both_sides_of_a_copy(device):
+    rows, _ = ceilings.run_ceilings(sizes=[1])
+    read, copy = rows
+    assert (read["arm"], copy["arm"]) == (ceilings.READ, ceilings.COPY) and copy["bytes"] == 2 * read["bytes"]
+    for row in rows:
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["microseconds"] / 1e3)
+    assert "GB/s" in ceilings.table(rows)
 
 
 def test_the_command_prints_ratios_and_records(device, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(dense.SHAPES, device, [(1, 256), (2, 128)])
+    monkeypatch.setattr(dense, "HEADS", [(12, 2, 128)])
+    monkeypatch.setattr(dense, "run_ceilings", lambda sizes: ([dict(arm="copy", gb_per_s=1.0)], {}))
     monkeypatch.setattr(records, "RECORDED", tmp_path)
     main(["dense", "--record", "here"])
     printed = capsys.readouterr().out
     assert "best peer/ours" in printed and "1 x 256" in printed and "median of 12" in printed
     assert records.names("dense") == ["here"]
     recorded = records.load("dense", "here")
-    assert {"machine", "date", "method", "dtype", "heads"} <= set(recorded["settings"])
+    assert {"machine", "date", "method", "ceilings_gb_per_s"} <= set(recorded["settings"])
+    assert len(recorded["rows"]) == 2 * sum(len(peers.arms(device, dtype)) + 1 for dtype in dense.DTYPES[device])
     row = recorded["rows"][0]
-    assert set(row) == {"batch", "tokens", "arm", "microseconds", "low", "high", "kv_bytes", "share_of_read"}
-    element = 2 if device == "cuda" else 4
-    assert row["kv_bytes"] == 2 * 1 * 2 * 256 * 128 * element
+    assert {"heads", "kv_heads", "head_dim", "dtype", "batch", "tokens", "arm", "microseconds", "low", "high", "kernels"} <= set(row)
+    assert row["kv_bytes"] == 2 * 1 * 2 * 256 * 128 * (2 if device == "cuda" else 4)
+
+
+def test_progress_adds_up(device, monkeypatch):
+    monkeypatch.setattr(dense, "run_ceilings", lambda sizes: ([], {}))
+    seen = []
+    few = dict(heads=[(4, 2, 64)], dtypes=[dtype_of(device)], shapes=[(1, 128)])
+    dense.run_dense(**few, progress=lambda: seen.append(1))
+    assert len(seen) == dense.measurements(**few)
 
 
 def test_a_missing_record_is_named_with_those_that_exist():

@@ -1,28 +1,40 @@
-"""Command line: ``python -m pageskip_lib.bench dense``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 
 from tqdm import tqdm
 
 from .. import runtime
-from . import records
-from .dense import SHAPES, arms_for, run_dense, table
+from . import ceilings, dense, pitfalls, records
 
 
 def main(arguments=None):
     top = argparse.ArgumentParser(prog="python -m pageskip_lib.bench", description="How fast, on this machine?")
     commands = top.add_subparsers(dest="command", required=True)
-    dense = commands.add_parser("dense", help="exact decode against its peers and the machine's read rate, in microseconds")
-    dense.add_argument("--record", metavar="NAME", help="write data/recorded/dense_NAME.json")
+    for name, text in (
+        ("dense", "exact decode against its peers and the machine's read rate, in microseconds"),
+        ("ceilings", "what the memory can do: a streaming read and a copy"),
+        ("pitfalls", "five ways to time a number that physics forbids, and their honest versions"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--record", metavar="NAME", help=f"write data/recorded/{name}_NAME.json")
     options = top.parse_args(arguments)
 
-    device = runtime.default_device()
-    with tqdm(total=len(SHAPES[device]) * (len(arms_for(device)) + 1) * 12, unit="measurement") as bar:
-        rows, settings = run_dense(progress=bar.update)
-    print(table(rows))
-    print(f"{runtime.machine()}; {settings['dtype']}, Hq={settings['heads']}, Hkv={settings['kv_heads']}, D={settings['head_dim']}; {settings['method']}")
+    if options.command == "pitfalls":
+        with tqdm(total=len(pitfalls.TRAPS), unit="trap") as bar:
+            return pitfalls.report(options.record, progress=bar.update)
+    if options.command == "dense":
+        with tqdm(total=dense.measurements(), unit="measurement") as bar:
+            rows, settings = dense.run_dense(progress=bar.update)
+        print(dense.table(rows))
+    else:
+        with tqdm(total=len(ceilings.SIZES[runtime.default_device()]) * 2 * 12, unit="measurement") as bar:
+            rows, settings = ceilings.run_ceilings(progress=bar.update)
+        print(ceilings.table(rows))
+    print(f"{runtime.machine()}; {settings['method']}")
     if options.record:
-        records.save(records.stamped(rows, settings), "dense", options.record)
+        path = records.save(records.stamped(rows, settings), options.command, options.record)
+        print(f"written to data/recorded/{path.name}")
 
 
 if __name__ == "__main__":

@@ -1,125 +1,139 @@
 """Exact decode against its peers and against the machine's own read rate."""
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import reference
-from ..dense import dense_decode
-from ..runtime import card, default_device, kernel_problem, tl, triton
-from .timing import copies_to_outgrow, time_arms
+from ..runtime import card, default_device, kernel_problem
+from .ceilings import READ, read_once, run_ceilings
+from .peers import OURS, arms
+from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
 
-HEADS = (12, 2, 128)  # Hq, Hkv, D of DeepSeek-R1-Distill-Qwen-1.5B
+HEADS = [(12, 2, 128), (32, 8, 128), (9, 3, 64)]  # Hq, Hkv, D: DeepSeek-R1-Distill-Qwen-1.5B, Llama-3-8B, SmolLM2-135M
+DTYPES = {"cuda": [torch.float16, torch.bfloat16], "cpu": [torch.float32]}
 SHAPES = {
-    "cuda": [(1, 1024), (1, 8192), (1, 65536), (8, 4096), (8, 65536), (32, 4096), (32, 65536)],
+    "cuda": [(batch, tokens) for batch in (1, 8, 32) for tokens in (1024, 4096, 16384, 65536, 131072)],
     "cpu": [(1, 1024), (1, 8192), (4, 8192)],
 }
+REPEATS = 12
 
 
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32), axis=0)
-    if total == 12345.678:  # never, but the compiler cannot know, so the read stays
-        tl.store(out_ptr, total)
+def views(kv, tokens_first):
+    """k and v [B, Hkv, T, D] out of one buffer kv [2, B, Hkv, T, D]; with ``tokens_first`` its memory is taken as [2, B, T, Hkv, D]."""
+    if tokens_first:
+        two, batch, kv_heads, tokens, dim = kv.shape
+        kv = kv.view(two, batch, tokens, kv_heads, dim).transpose(2, 3)
+    return kv[0], kv[1]
 
 
-def read_once(tensor, out, block=4096):
-    """Stream a contiguous tensor through the chip and keep nothing: the ceiling for anything that must read it."""
-    if tensor.is_cuda:
-        _read_kernel[(triton.cdiv(tensor.numel(), block),)](tensor, out, tensor.numel(), BLOCK=block)
-    else:
-        tensor.sum()
+def make_sets(count, heads, batch, tokens, dtype, device):
+    """``count`` random inputs of one shape: [(q [B, Hq, D], kv [2, B, Hkv, T, D]), ...]."""
+    query_heads, kv_heads, dim = heads
+    return [
+        (
+            torch.randn(batch, query_heads, dim, dtype=dtype, device=device),
+            torch.randn(2, batch, kv_heads, tokens, dim, dtype=dtype, device=device),
+        )
+        for _ in range(count)
+    ]
 
 
-def sdpa(q, k, v, backend):
-    """PyTorch's scaled_dot_product_attention with the group packed, pinned to one backend."""
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+def calls_of(arm, sets):
+    """The arm's calls on ``make_sets`` inputs, in the layout it wants."""
+    return arm.calls([(q, *views(kv, arm.tokens_first)) for q, kv in sets])
 
 
-def arms_for(device):
-    """{name: function of (q, k, v)} of everything that computes exact decode attention here."""
-    arms = {"pageskip dense": dense_decode}
-    if device == "cuda":
-        arms["SDPA flash"] = lambda q, k, v: sdpa(q, k, v, SDPBackend.FLASH_ATTENTION)
-        arms["SDPA cuDNN"] = lambda q, k, v: sdpa(q, k, v, SDPBackend.CUDNN_ATTENTION)
-    else:
-        arms["SDPA"] = lambda q, k, v: sdpa(q, k, v, SDPBackend.FLASH_ATTENTION)
-    return arms
-
-
-def check_arms(arms, device, dtype):
-    """Every arm's output against fp64 on a small awkward shape, before anything is timed; raises on a wrong one."""
+def check_arm(arm, heads, dtype, device):
+    """Compare an arm with fp64 on a small awkward shape, before anything is timed; raises RuntimeError when it is wrong."""
     torch.manual_seed(0)
-    heads, kv_heads, dim = HEADS
-    q = torch.randn(2, heads, dim, dtype=dtype, device=device)
-    k, v = (torch.randn(2, kv_heads, 1003, dim, dtype=dtype, device=device) for _ in range(2))
-    truth, _ = reference.attention(q, k, v)
-    for name, arm in arms.items():
-        error = (arm(q, k, v).double().cpu() - truth).abs().max().item()
+    sets = make_sets(2, heads, 2, 1003, dtype, device)
+    for call, (q, kv) in zip(calls_of(arm, sets), sets):
+        truth, _ = reference.attention(q, *views(kv, arm.tokens_first))
+        error = (call().double().cpu() - truth).abs().max().item()
         # Outputs are averages of about a thousand values of size 1, rounded to dtype once or twice.
         if not error < 4 * torch.finfo(dtype).eps:
-            raise RuntimeError(f"{name} is off by {error:.1e} on a small shape, so its time means nothing.")
+            raise RuntimeError(f"{arm.name} is off by {error:.1e} on a small shape, so its time means nothing.")
 
 
-def run_dense(*, dtype=None, progress=lambda: None):
+def measure_shape(found, heads, batch, tokens, dtype, device, progress):
+    """Rows of one shape: every ``Arm`` of ``found`` and the streaming read, on the same inputs, taking turns."""
+    kv_bytes = 2 * batch * heads[1] * tokens * heads[2] * dtype.itemsize
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, kv_bytes), heads, batch, tokens, dtype, device)
+    out = torch.zeros((), device=device)
+    calls = {READ: [lambda kv=kv: read_once(kv, out) for _, kv in sets]}
+    row = dict(
+        heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."),
+        batch=batch, tokens=tokens, kv_bytes=kv_bytes,
+    )  # fmt: skip
+    refused = []
+    for arm in found:
+        try:
+            calls[arm.name] = calls_of(arm, sets)
+            calls[arm.name][0]()
+        except (RuntimeError, ValueError) as error:  # a peer that cannot take this shape; the row says what it said
+            calls.pop(arm.name, None)
+            refused.append(row | dict(arm=arm.name, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+    times = time_arms(calls, repeats=REPEATS, progress=progress)
+    clock = sm_clock()
+    measured = [
+        row | dict(
+            arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3),
+            share_of_read=round(times[READ].median / time.median, 4), sm_mhz=clock, kernels=kernel_names(calls[name][0]),
+        )
+        for name, time in times.items()
+    ]  # fmt: skip
+    return measured + refused
+
+
+def run_dense(*, heads=None, dtypes=None, shapes=None, progress=lambda: None):
     """Measure every arm and the streaming read at every shape. Returns (rows, settings).
 
-    A row: batch, tokens, arm, microseconds (median, low and high quartile), kv_bytes (read by the call), share_of_read (the
-    streaming read's time over the arm's). Inputs rotate over more than three times the L2 cache, each call in one CUDA graph.
+    A row: heads, kv_heads, head_dim, dtype, batch, tokens, kv_bytes (read by a call), arm, microseconds (median) with low and high
+    quartile, share_of_read (the streaming read's time over the arm's), sm_mhz (clock just after), kernels (what ran); or error instead
+    of a time. Inputs rotate over more than three times the L2 cache, and all calls of an arm are one CUDA graph.
     """
     device = default_device()
-    dtype = dtype or (torch.float16 if device == "cuda" else torch.float32)
     problem = kernel_problem(device) if device == "cuda" else None
     if problem:
         raise RuntimeError(problem)
-    arms = arms_for(device)
-    check_arms(arms, device, dtype)
-    heads, kv_heads, dim = HEADS
     rows = []
-    for batch, tokens in SHAPES[device]:
-        kv_bytes = 2 * batch * kv_heads * tokens * dim * dtype.itemsize
-        sets = [
-            (
-                torch.randn(batch, heads, dim, dtype=dtype, device=device),
-                torch.randn(2, batch, kv_heads, tokens, dim, dtype=dtype, device=device),
-            )
-            for _ in range(copies_to_outgrow(card(device).l2_bytes, kv_bytes))
-        ]
-        out = torch.zeros((), device=device)
-        calls = {"streaming read": [lambda kv=kv: read_once(kv, out) for _, kv in sets]}
-        for name, arm in arms.items():
-            calls[name] = [lambda q=q, kv=kv, arm=arm: arm(q, kv[0], kv[1]) for q, kv in sets]
-        times = time_arms(calls, progress=progress)
-        ceiling = times["streaming read"].median
-        rows += [
-            dict(
-                batch=batch, tokens=tokens, arm=name, microseconds=time.median, low=time.low, high=time.high,
-                kv_bytes=kv_bytes, share_of_read=ceiling / time.median,
-            )
-            for name, time in times.items()
-        ]  # fmt: skip
-    settings = dict(
-        heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=str(dtype).removeprefix("torch."),
-        method="median of 12 measurements, arms interleaved, inputs rotated over 3x L2 (at least 3 sets)"
+    for dtype in dtypes or DTYPES[device]:
+        found = arms(device, dtype)
+        for shape in heads or HEADS:
+            for arm in found:
+                check_arm(arm, shape, dtype, device)
+            for batch, tokens in shapes or SHAPES[device]:
+                rows += measure_shape(found, shape, batch, tokens, dtype, device, progress)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+    ceilings, _ = run_ceilings(sizes=[2147 if device == "cuda" else 268])
+    return rows, dict(
+        ceilings_gb_per_s={row["arm"]: round(row["gb_per_s"], 1) for row in ceilings},
+        method=f"median of {REPEATS} measurements, arms interleaved, inputs rotated over 3x L2 (at least 3 sets), outputs checked against fp64"
         + (", all calls of an arm in one CUDA graph" if device == "cuda" else ", eager, wall clock"),
     )  # fmt: skip
-    return rows, settings
+
+
+def measurements(heads=None, dtypes=None, shapes=None):
+    """How many times ``run_dense`` calls its progress function."""
+    device = default_device()
+    points = len(heads or HEADS) * len(shapes or SHAPES[device])
+    return REPEATS * points * sum(len(arms(device, dtype)) + 1 for dtype in dtypes or DTYPES[device])
 
 
 def table(rows):
-    """One line a shape, one column an arm, microseconds; in brackets the best peer's time over ours."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    shapes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
-    took = {(row["batch"], row["tokens"], row["arm"]): row["microseconds"] for row in rows}
-    lines = [f"{'B x T':>12}{'KV MB':>9}" + "".join(f"{arm:>16}" for arm in arms) + f"{'best peer/ours':>16}{'read/ours':>11}"]
-    for batch, tokens in shapes:
-        kv_bytes = next(row["kv_bytes"] for row in rows if (row["batch"], row["tokens"]) == (batch, tokens))
-        ours = took[batch, tokens, "pageskip dense"]
-        peers = [took[batch, tokens, arm] for arm in arms if arm not in ("pageskip dense", "streaming read")]
-        lines.append(
-            f"{f'{batch} x {tokens}':>12}{kv_bytes / 1e6:>9.1f}" + "".join(f"{took[batch, tokens, arm]:>16.1f}" for arm in arms)
-            + f"{min(peers) / ours:>16.2f}{took[batch, tokens, 'streaming read'] / ours:>11.2f}"
-        )  # fmt: skip
+    """One block for each head shape and dtype: a line a shape, microseconds of each arm, best peer over ours, read over ours."""
+    lines = []
+    for heads, dtype in dict.fromkeys(((row["heads"], row["kv_heads"], row["head_dim"]), row["dtype"]) for row in rows):
+        block = [row for row in rows if (row["heads"], row["dtype"]) == (heads[0], dtype)]
+        names = list(dict.fromkeys(row["arm"] for row in block))
+        lines.append(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {dtype}")
+        lines.append(f"{'B x T':>12}{'KV MB':>9}" + "".join(f"{name:>16}" for name in names) + f"{'best peer/ours':>16}{'read/ours':>11}")
+        for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in block):
+            took = {row["arm"]: row.get("microseconds") for row in block if (row["batch"], row["tokens"]) == (batch, tokens)}
+            kv_bytes = next(row["kv_bytes"] for row in block if (row["batch"], row["tokens"]) == (batch, tokens))
+            best = min(took[name] for name in names if name not in (OURS, READ) and took[name])
+            lines.append(
+                f"{f'{batch} x {tokens}':>12}{kv_bytes / 1e6:>9.1f}" + "".join(f"{took[name]:>16.1f}" if took[name] else f"{'-':>16}" for name in names)
+                + f"{best / took[OURS]:>16.3f}{took[READ] / took[OURS]:>11.3f}"
+            )  # fmt: skip
     return "\n".join(lines)

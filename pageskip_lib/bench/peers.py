@@ -43,8 +43,13 @@ def _pageskip(sets):
     return [lambda q=q, k=k, v=v, w=w: dense_decode(q, k, v, workspace=w) for (q, k, v), w in zip(sets, workspaces)]
 
 
+def each(function):
+    """``Arm.calls`` of a function of (q, k, v) that needs no preparation."""
+    return lambda sets: [lambda q=q, k=k, v=v: function(q, k, v) for q, k, v in sets]
+
+
 def _pinned(backend):
-    return lambda sets: [lambda q=q, k=k, v=v: sdpa(q, k, v, backend) for q, k, v in sets]
+    return each(lambda q, k, v: sdpa(q, k, v, backend))
 
 
 def _flex(sets):
@@ -65,7 +70,7 @@ def _flashinfer(sets):
         pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, pages * PAGE - tokens))  # noqa: E731
         sets = [(q, pad(k), pad(v)) for q, k, v in sets]
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(512 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
+        torch.empty(256 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
     )
     wrapper.plan(
         torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages,
@@ -102,7 +107,8 @@ def arms(device, dtype):
     if device == "cpu":
         return [*found, Arm("SDPA", _pinned(SDPBackend.FLASH_ATTENTION))]
     found += [Arm("SDPA flash", _pinned(SDPBackend.FLASH_ATTENTION)), Arm("SDPA cuDNN", _pinned(SDPBackend.CUDNN_ATTENTION))]
-    found += [Arm("FlexAttention", _flex)]
+    if dtype == torch.float16:  # it compiles for seconds at every shape; one dtype shows its place
+        found.append(Arm("FlexAttention", _flex))
     for name, module, calls in (("FlashInfer", "flashinfer", _flashinfer), ("FA3", "flash_attn_interface", _fa3)):
         try:
             importlib.import_module(module)

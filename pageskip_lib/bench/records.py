@@ -21,7 +21,9 @@ def save(record, kind, name):
     """Write a record; returns its path."""
     RECORDED.mkdir(parents=True, exist_ok=True)
     path = RECORDED / f"{kind}_{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    rows = ",\n".join(json.dumps(row) for row in record["rows"])  # a row a line, so that a diff shows which changed
+    settings = json.dumps(record["settings"], indent=1)
+    path.write_text(f'{{"settings": {settings},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
     return path
 
 

@@ -89,3 +89,27 @@ def summary(values):
     """Median and quartiles of a list of measurements."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Timing(median=median, low=low, high=high)
+
+
+def sm_clock():
+    """The GPU's SM clock now, in MHz; None without a GPU, or without the package (nvidia-ml-py) that can read it."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.clock_rate()
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
+def kernel_names(call):
+    """What a call really runs: the names of its GPU kernels without template arguments, or its most expensive operator on a CPU."""
+    activity = torch.profiler.ProfilerActivity
+    cuda = torch.cuda.is_available()
+    with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profile:
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+    if not cuda:
+        return [max(profile.key_averages(), key=lambda event: event.self_cpu_time_total).key]
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return list(dict.fromkeys(name.split("<")[0].removeprefix("void ") for name in names))
