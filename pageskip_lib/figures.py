@@ -150,7 +150,7 @@ def time_against_bytes(series, caption, *, live, reported=None):
     if reported:
         label, (low, high) = reported
         edges = [[x / rate * 1e6 for x in steps] for rate in (high, low)]
-        axes.fill_between([x / 1e6 for x in steps], *edges, color="#E69F00", alpha=0.5, linewidth=0, label=label)
+        axes.fill_between([x / 1e6 for x in steps], *edges, color=COLOURS["random"], alpha=0.7, linewidth=0, label=label)
     for one, colour, marker in zip(series, SERIES, "os^"):
         axes.plot([x / 1e6 for x in one["bytes"]], one["microseconds"], marker, color=colour, markersize=4.5, label=one["label"])
         axes.plot([x / 1e6 for x in steps], [one["start"] + x / one["bandwidth"] * 1e6 for x in steps], color=colour, linewidth=0.9)
