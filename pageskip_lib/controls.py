@@ -14,10 +14,11 @@ def title_of(figure):
 
 
 def png(figure):
-    """The figure as PNG bytes, in 64 colours: a third of the size, and notebooks stay small."""
+    """The figure as PNG bytes, in the 16 colours that cover it best (rare ones too): a quarter of the size, and notebooks stay small."""
     full, small = io.BytesIO(), io.BytesIO()
     figure.savefig(full, format="png")
-    PIL.Image.open(full).convert("RGB").quantize(64).save(small, format="png", optimize=True)
+    few = PIL.Image.open(full).convert("RGB").quantize(16, method=PIL.Image.Quantize.MAXCOVERAGE, dither=PIL.Image.Dither.NONE)
+    few.save(small, format="png", optimize=True)
     return small.getvalue()
 
 

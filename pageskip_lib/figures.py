@@ -103,3 +103,84 @@ def needle_map(held, kv_heads, tokens, title, caption):
     bar = figure.colorbar(image, ax=axes, ticks=range(kv_heads + 1))
     bar.set_label("KV heads that hold the needle's page")
     return figure
+
+
+SERIES = ("#0072B2", "#4d4d4d", "#E69F00")
+
+
+def roofline(cards, points, caption):
+    """What a card can compute at a given number of FLOP per byte, and where the work stands.
+
+    cards: ``CardFacts``; the points lie on the first one's roof. points: {what: FLOP per byte}; the title speaks of the first.
+    """
+    first, ((what, intensity), *_) = cards[0], points.items()
+    title = f"{what}: {intensity:.0f} FLOP per byte, where the {first.name} needs {first.ridge:.0f} to be busy"
+    figure, axes = _blank(title, caption, height=3.8)
+    span = [0.05, max(6 * max(points.values()), 2000)]
+    for card, colour in zip(cards, ("#4d4d4d", "#E69F00", "#CC79A7")):
+        corners = [span[0], card.ridge, span[1]]
+        axes.plot(corners, [min(x * card.bandwidth, card.fp16_flops) / 1e12 for x in corners], color=colour, label=card.name)
+    for what, intensity in points.items():
+        reached = min(intensity * first.bandwidth, first.fp16_flops) / 1e12
+        axes.plot(intensity, reached, "o", color=COLOURS["pageskip"])
+        above = (0, 7) if intensity > first.ridge else (-7, 2)  # on the slope there is room to the left only
+        axes.annotate(
+            what, (intensity, reached), xytext=above, textcoords="offset points", ha="center" if intensity > first.ridge else "right", fontsize=8.5,
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=span, ylim=(None, 3 * first.fp16_flops / 1e12))
+    axes.set(xlabel="FLOP per byte read", ylabel="TFLOP/s at most (fp16)")
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    return figure
+
+
+def time_against_bytes(series, caption, *, live, reported=None):
+    """Time of a call against the bytes it must read, points and fitted line; logarithmic when they span more than two decades.
+
+    series: dicts with label, bytes and microseconds (lists), bandwidth (bytes/s, of the fitted line) and start (its microseconds at 0 bytes);
+    the title compares the first two. live: measured in this session, so the title marks its numbers with the ~ that the notebooks' checks
+    skip. reported: (label, [low, high] bytes/s) that somebody else published, drawn as a band.
+    """
+    ours = series[0]
+    slopes = [f"{'~' * live}{one['bandwidth'] / 1e9:,.1f} GB/s" for one in series[:2]]
+    title = f"{ours['label']}: a slope of {slopes[0]}; {series[1]['label']}: {slopes[1]}"
+    figure, axes = _blank(title, caption, height=3.8)
+    least, most = min(ours["bytes"]), max(ours["bytes"])
+    wide = most > 100 * least
+    steps = [least * (most / least) ** (n / 60) for n in range(61)] if wide else [0, most]
+    if reported:
+        label, (low, high) = reported
+        edges = [[x / rate * 1e6 for x in steps] for rate in (high, low)]
+        axes.fill_between([x / 1e6 for x in steps], *edges, color=COLOURS["random"], alpha=0.7, linewidth=0, label=label)
+    for one, colour, marker in zip(series, SERIES, "os^"):
+        axes.plot([x / 1e6 for x in one["bytes"]], one["microseconds"], marker, color=colour, markersize=4.5, label=one["label"])
+        axes.plot([x / 1e6 for x in steps], [one["start"] + x / one["bandwidth"] * 1e6 for x in steps], color=colour, linewidth=0.9)
+    axes.set(xlabel="keys and values the call must read (MB)", ylabel="time of one call (µs)")
+    axes.set(xscale="log", yscale="log") if wide else axes.set(xlim=(0, None), ylim=(0, None))
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    return figure
+
+
+def step_bars(steps, card, caption):
+    """Bytes that a decode step reads, weights and cache, with the time floor beside each bar.
+
+    steps: {context as text: ``Step``}, the last one is what the title speaks of. card: ``CardFacts``.
+    """
+    asked = list(steps.values())[-1]
+    title = (
+        f"{asked.bytes / 1e9:,.1f} GB a step ({asked.bytes / asked.tokens / 1e9:,.2f} a token): ≥ {asked.floor(card) * 1e3:,.1f} ms, "
+        f"≤ {asked.ceiling(card):,.0f} tokens/s; {'fits' if asked.fits(card) else 'too big for'} {card.memory_bytes / 1e9:.0f} GB"
+    )
+    figure, axes = _blank(title, caption, height=2.8)
+    for label, step in steps.items():
+        weights, cache = step.weights / 1e9, step.cache / 1e9
+        first = step is asked
+        axes.barh(label, weights, color=COLOURS["full"], height=0.6, label="weights" if first else None)
+        axes.barh(label, cache, left=weights, color=COLOURS["pageskip"], height=0.6, label="KV cache" if first else None)
+        note = f" {step.floor(card) * 1e3:,.2f} ms" + ("" if step.fits(card) else ", does not fit")
+        axes.annotate(note, (weights + cache, label), xytext=(3, 0), textcoords="offset points", va="center", fontsize=9)
+    right = 1.4 * max(step.bytes for step in steps.values()) / 1e9
+    axes.set(xlabel="GB read in one decode step", ylabel="tokens in each cache", xlim=(0, right))
+    if card.memory_bytes / 1e9 < right:
+        axes.axvline(card.memory_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--", label=f"memory of the {card.name}")
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    return figure

@@ -1,10 +1,15 @@
 """Figures are pure functions whose titles state what the data says; recall and page mass add up."""
 
+import io
+
+import PIL.Image
 import pytest
 import torch
 
 from pageskip_lib import figures, reference, runtime
+from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import png, title_of
+from pageskip_lib.costs import MODELS, decode_step
 from pageskip_lib.quality.recall import mass_curve
 
 ROWS = [
@@ -57,6 +62,58 @@ def test_the_needle_map_shows_every_layer_and_token():
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["The", "\\n", "␣"]
 
 
+def line(label, bandwidth, start=5.0, sizes=(1e6, 10e6, 1e9)):
+    return dict(label=label, bytes=list(sizes), microseconds=[start + x / bandwidth * 1e6 for x in sizes], bandwidth=bandwidth, start=start)
+
+
+def test_the_roofline_puts_work_on_the_first_cards_roof():
+    points = {"attention": 6, "weights, batch 256": 256}
+    figure = figures.roofline([CARDS["H200"], CARDS["RTX 4090"]], points, "x")
+    assert title_of(figure) == "attention: 6 FLOP per byte, where the H200 needs 206 to be busy"
+    assert "attention: 3 FLOP per byte, where the RTX 3090 needs 76" in title_of(figures.roofline([CARDS["RTX 3090"]], {"attention": 3}, "x"))
+    axes = figure.axes[0]
+    drawn = [(x, y) for one in axes.lines if one.get_marker() == "o" for x, y in zip(one.get_xdata(), one.get_ydata())]
+    assert drawn == [(6, pytest.approx(28.8)), (256, pytest.approx(989.4))]
+    assert "byte" in axes.get_xlabel() and "FLOP/s" in axes.get_ylabel()
+
+
+def test_a_time_line_compares_two_slopes_and_marks_live_numbers():
+    series = [line("decode", 900e9), line("read", 1e12)]
+    assert title_of(figures.time_against_bytes(series, "x", live=False)) == "decode: a slope of 900.0 GB/s; read: 1,000.0 GB/s"
+    assert title_of(figures.time_against_bytes(series[::-1], "x", live=True)) == "read: a slope of ~1,000.0 GB/s; decode: ~900.0 GB/s"
+
+
+def test_a_time_line_is_logarithmic_only_when_it_must_and_labels_what_was_reported():
+    wide = figures.time_against_bytes([line("a", 1e12), line("b", 1e12)], "x", live=False, reported=("a card, as reported", (915e9, 945e9)))
+    near = figures.time_against_bytes([line("a", 1e12, sizes=(1e6, 2e6)), line("b", 1e12)], "x", live=True)
+    assert [figure.axes[0].get_xscale() for figure in (wide, near)] == ["log", "linear"]
+    assert "(MB)" in wide.axes[0].get_xlabel() and "(µs)" in wide.axes[0].get_ylabel()
+    legends = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in (wide, near)]
+    assert "a card, as reported" in legends[0] and legends[1] == ["a", "b"]
+    (band,) = wide.axes[0].collections
+    at_1_mb = [y for x, y in band.get_paths()[0].vertices if x == pytest.approx(1)]
+    assert min(at_1_mb) == pytest.approx(1e12 / 945e9) and max(at_1_mb) == pytest.approx(1e12 / 915e9)
+
+
+def test_step_bars_say_floor_ceiling_and_whether_it_fits():
+    shape = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"]
+    steps = {f"{tokens:,}": decode_step(shape, 32, tokens) for tokens in (16384, 65536)}
+    small, large = (figures.step_bars(steps, CARDS[name], "x") for name in ("RTX 4090", "H200"))
+    assert title_of(small) == "63.2 GB a step (1.98 a token): ≥ 62.7 ms, ≤ 510 tokens/s; too big for 24 GB"
+    assert title_of(large) == "63.2 GB a step (1.98 a token): ≥ 13.2 ms, ≤ 2,430 tokens/s; fits 141 GB"
+    widths = [bar.get_width() for bar in small.axes[0].patches]
+    assert widths == pytest.approx([3.087, 15.03, 3.087, 60.13], rel=1e-3)
+    notes = [text.get_text().strip() for text in small.axes[0].texts]
+    assert notes == ["17.98 ms", "62.72 ms, does not fit"]
+
+
+def test_rare_colours_survive_the_palette():
+    """A thin dashed line keeps its own colour, which a palette by frequency would blend into the rest."""
+    steps = {"65,536": decode_step(MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], 32, 65536)}
+    picture = PIL.Image.open(io.BytesIO(png(figures.step_bars(steps, CARDS["RTX 4090"], "x")))).convert("RGB")
+    assert any(red > 200 and green < 120 and blue < 40 for _, (red, green, blue) in picture.getcolors())
+
+
 def test_pictures_stay_small():
     assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
 
@@ -69,6 +126,9 @@ def test_titles_fit_their_figure():
         figures.mass_kept(dict(oracle=rising, pageskip=rising, window=rising), 0.999, "x"),
         figures.needle_bars(ROWS, "123456789012", "x"),
         figures.needle_map(held, 3, [" access"] * 12, title, "x"),
+        figures.roofline([CARDS["H200"]], {"Decode attention, any batch": 6}, "x"),
+        figures.time_against_bytes([line("Dense decode", 4.5678e12), line("plain read", 4.5678e12)], "x", live=True),
+        figures.step_bars({"131,072": decode_step(MODELS["Llama-3-8B"], 128, 131072)}, CARDS["RTX 3090"], "x"),
     ):
         figure.draw_without_rendering()
         drawn = next(text for text in figure.texts if text.get_text() == title_of(figure))

@@ -11,7 +11,9 @@ import torch
 from test_notebook_contract import PATHS, read, tags
 
 from pageskip_lib import PageList, figures, runtime
+from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import explore, show
+from pageskip_lib.costs import MODELS, decode_step
 from pageskip_lib.quality import needle
 from pageskip_lib.quality.policies import PageskipPolicy, RandomPolicy, WindowPolicy
 
@@ -50,7 +52,11 @@ def needle_notebook():
     )  # fmt: skip
 
 
-STAND_INS = {"00_start_here": start_here, "08_needle": needle_notebook}
+def memory_wall():
+    return dict(CARDS=CARDS, MODELS=MODELS, decode_step=decode_step)
+
+
+STAND_INS = {"00_start_here": start_here, "01_memory_wall": memory_wall, "08_needle": needle_notebook}
 
 
 def widgets():

@@ -1,6 +1,7 @@
 """Recorded runs: ``data/recorded/KIND_NAME.json``, written by ``--record NAME`` and read by the notebooks.
 
 A record is dict(settings=..., rows=[...]); settings hold machine (``Machine.as_dict()``), date (ISO) and method.
+``data/reported/NAME.json`` is something else: figures that others published, with their source; nobody here measured them.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from .. import runtime
 
 RECORDED = Path(__file__).resolve().parent.parent.parent / "data" / "recorded"
+REPORTED = RECORDED.parent / "reported"
 
 
 def stamped(rows, settings):
@@ -37,3 +39,12 @@ def load(kind, name="h200"):
     if name not in names(kind):
         raise ValueError(f"data/recorded has no run {kind}_{name}.json; of {kind} it has {', '.join(names(kind)) or 'none'}.")
     return json.loads((RECORDED / f"{kind}_{name}.json").read_text(encoding="utf-8"))
+
+
+def reported(name):
+    """Figures that others published: a dict with their source and a note beside the numbers. Raises ValueError where there are none."""
+    path = REPORTED / f"{name}.json"
+    if not path.exists():
+        known = sorted(file.stem for file in REPORTED.glob("*.json"))
+        raise ValueError(f"data/reported has no {name}.json; it has {', '.join(known) or 'nothing'}.")
+    return json.loads(path.read_text(encoding="utf-8"))
