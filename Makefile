@@ -30,6 +30,7 @@ test: .venv/.installed
 
 refresh: .venv/.installed
 	@$(PY) tools/notebooks.py refresh
+	@$(PY) tools/readme_figure.py
 
 clean:
 	rm -rf .venv site build *.egg-info .pytest_cache .hypothesis data/models

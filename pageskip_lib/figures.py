@@ -254,7 +254,7 @@ def split_map(rows, tiles, splits, sms, caption):
 def splits_time(rows, caption):
     """Time against the number of splits. rows: as ``bench.dense.run_splits`` makes them; the library's own choice has chosen=True."""
     shapes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
-    figure, axes = _blank("", caption)
+    figure, axes = _blank("", caption, height=3)
     worst = {}
     for colour, shape in zip(["#0072B2", "#E69F00", "#009E73", "#CC79A7"], shapes):
         points = [row for row in rows if (row["batch"], row["tokens"]) == shape]

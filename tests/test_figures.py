@@ -133,3 +133,34 @@ def test_titles_fit_their_figure():
         figure.draw_without_rendering()
         drawn = next(text for text in figure.texts if text.get_text() == title_of(figure))
         assert drawn.get_window_extent().x1 <= figure.bbox.x1
+
+
+def shares(ours, cudnn, batch=8, tokens=1024):
+    took = {"streaming read": 10.0, "pageskip dense": ours, "SDPA cuDNN": cudnn}
+    return [dict(batch=batch, tokens=tokens, arm=arm, microseconds=time, share_of_read=10 / time) for arm, time in took.items()]
+
+
+def test_dense_shares_counts_who_is_ahead_and_by_how_much_we_lose():
+    rows = shares(11, 12) + shares(20, 25, tokens=4096)
+    assert title_of(figures.dense_shares(rows, "x")) == "Exact decode is ahead of every peer at 2 of 2 shapes"
+    assert title_of(figures.dense_shares(rows + shares(12.6, 12, batch=1), "x")).endswith("at 2 of 3 shapes, at worst 5.0% behind")
+    assert title_of(figures.dense_shares(rows + shares(12, 12, batch=1), "x")).endswith("at 2 of 3 shapes, level at the rest")
+    refused = dict(batch=8, tokens=1024, arm="FlexAttention", error="no")
+    figure = figures.dense_shares([*rows, refused], "x")
+    assert [axes.get_title() for axes in figure.axes] == ["batch 8"] and "plain read" in figure.axes[0].get_ylabel()
+
+
+def test_the_split_map_adds_up():
+    for rows, tiles, splits, sms in ((16, 512, 8, 132), (16, 512, 9, 132), (3, 7, 5, 4)):
+        figure = figures.split_map(rows, tiles, splits, sms, "x")
+        bars = figure.axes[0].patches
+        assert len(bars) == rows * splits and sum(bar.get_height() for bar in bars) == rows * tiles
+        busiest = max(bar.get_y() + bar.get_height() for bar in bars)
+        assert title_of(figure).startswith(f"{rows * splits} programs on {sms} SMs: the busiest reads {busiest:g} tiles")
+        assert ("SMs idle" in title_of(figure)) == (rows * splits < sms)
+
+
+def test_the_title_of_splits_says_what_the_rule_lost():
+    rows = [dict(batch=1, tokens=65536, splits=n, microseconds=t, chosen=n == 4) for n, t in ((1, 300.0), (2, 100.0), (4, 110.0))]
+    title = title_of(figures.splits_time(rows, "x"))
+    assert title == "One split: up to 3 times slower than the best. The rule's choice (circle): within 10%"

@@ -56,7 +56,7 @@ def memory_wall():
     return dict(CARDS=CARDS, MODELS=MODELS, decode_step=decode_step)
 
 
-STAND_INS = {"00_start_here": start_here, "01_memory_wall": memory_wall, "08_needle": needle_notebook}
+STAND_INS = {"00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "08_needle": needle_notebook}
 
 
 def widgets():

@@ -17,6 +17,7 @@ from .timing import time_arms
 
 PAGE = 64  # of FlashInfer's paged cache
 OURS = "pageskip dense"
+LIBRARIES = {"FlashInfer": "flashinfer", "FA3": "flash_attn_interface"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ def _fa3(sets):
     return calls(min(tried, key=lambda splits: tried[splits].median), sets)
 
 
+def versions():
+    """Which releases of the peers that are not part of PyTorch's own version number would run here."""
+    found = {"cuDNN": torch.backends.cudnn.version()}
+    for name, module in LIBRARIES.items():
+        try:
+            found[name] = getattr(importlib.import_module(module), "__version__", "unknown")
+        except Exception:  # not installed, or broken: then arms() leaves it out as well
+            continue
+    return found
+
+
 def arms(device, dtype):
     """The ``Arm`` list for a device ("cuda" or "cpu") and dtype; a library that is not installed is left out."""
     found = [Arm(OURS, _pageskip)]
@@ -109,9 +121,9 @@ def arms(device, dtype):
     found += [Arm("SDPA flash", _pinned(SDPBackend.FLASH_ATTENTION)), Arm("SDPA cuDNN", _pinned(SDPBackend.CUDNN_ATTENTION))]
     if dtype == torch.float16:  # it compiles for seconds at every shape; one dtype shows its place
         found.append(Arm("FlexAttention", _flex))
-    for name, module, calls in (("FlashInfer", "flashinfer", _flashinfer), ("FA3", "flash_attn_interface", _fa3)):
+    for name, calls in (("FlashInfer", _flashinfer), ("FA3", _fa3)):
         try:
-            importlib.import_module(module)
+            importlib.import_module(LIBRARIES[name])
         except ImportError:
             continue
         except Exception as error:  # installed but broken: say so, and measure the others
