@@ -6,7 +6,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 COLOURS = {
     "full": "#4d4d4d",
@@ -15,6 +15,7 @@ COLOURS = {
     "window": "#E69F00",
     "random": "#CC79A7",
 }
+FLATTERED, HONEST = "#D55E00", "#0072B2"  # the number that flatters and the one beside it
 LABELS = {
     "full": "full attention",
     "oracle": "oracle (true mass)",
@@ -276,4 +277,74 @@ def splits_time(rows, caption):
     axes.set_yticks([1, 2, 5, 10, 20, 50], [1, 2, 5, 10, 20, 50])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, title="batch x context (fastest)", title_fontsize=8)
+
+
+def bandwidth_cliff(rows, kernel, limit, limit_name, caches, caption, *, tokens=None):
+    """Bytes per second against the size of the KV cache, warm and cold: left of the cliff the warm loop times the cache.
+
+    rows: the cache trap's, as ``bench.pitfalls`` makes them. kernel: "read" or "dense". limit: the GB/s that the memory can deliver, limit_name:
+    who says so. caches: {"L2": bytes}, marked where the sizes reach them. tokens: the context to point at (default: the best warm rate).
+    """
+    rate = {(row["tokens"], row["arm"]): row["gb_per_s"] for row in rows if "gb_per_s" in row}
+    size = {row["tokens"]: row["kv_bytes"] / 1e6 for row in rows if (row["tokens"], f"{kernel} warm") in rate}
+    tokens = tokens or max(size, key=lambda n: rate[n, f"{kernel} warm"])
+    warm, cold = (rate[tokens, f"{kernel} {how}"] for how in ("warm", "cold"))
+    if warm > limit:
+        verdict = f"above {limit_name}: the cache was timed"
+    elif warm > 1.1 * cold:
+        verdict = f"{warm / cold:.1f} times the cold rate: the cache helped"
+    else:
+        verdict = "warm and cold agree"
+    figure, axes = _blank(f"{size[tokens]:.3g} MB: {warm:,.0f} GB/s warm, {cold:,.0f} cold; {verdict}", caption)
+    for how, colour in (("warm", FLATTERED), ("cold", HONEST)):
+        label = f"{how} ({'same inputs again and again' if how == 'warm' else 'rotated past the cache'})"
+        axes.plot(list(size.values()), [rate[n, f"{kernel} {how}"] for n in size], color=colour, marker=".", label=label)
+        axes.plot([size[tokens]], [rate[tokens, f"{kernel} {how}"]], color=colour, marker="o", markersize=10, fillstyle="none")
+    axes.axhline(limit, color="#4d4d4d", linewidth=0.8, linestyle="--", label=f"{limit:,.0f} GB/s: {limit_name}")
+    axes.set(xlabel="keys and values read by a call (MB)", ylabel="bytes over time (GB/s)", xscale="log", ylim=(0, None))
+    for name, capacity in caches.items():
+        if min(size.values()) <= capacity / 1e6 <= max(size.values()):
+            axes.axvline(capacity / 1e6, color="#999999", linewidth=0.8, linestyle=":")
+            axes.annotate(f" {name}", (capacity / 1e6, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="#555555")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.legend(frameon=False, fontsize=8, loc="lower center")
+    return figure
+
+
+def launch_cost(rows, caption):
+    """The same calls from a Python loop and inside a CUDA graph. rows: the launch trap's of a GPU, as ``bench.pitfalls`` makes them."""
+    took = {(row["arm"], row["batch"], row["tokens"], row["how"]): row["microseconds"] for row in rows if "microseconds" in row}
+    calls = sorted({call[:3] for call in took}, key=lambda call: (call[0] != "one-element add", *call), reverse=True)
+    arm, batch, tokens = worst = max(calls, key=lambda call: took[*call, "eager"] / took[*call, "graph"])
+    eager, graph = took[*worst, "eager"], took[*worst, "graph"]
+    figure, axes = _blank(f"{arm}, {batch} x {tokens:,}: {eager:.0f} us from a Python loop, {graph:.1f} us in a graph", caption, height=3.8)
+    for how, colour, label in (("eager", FLATTERED, "from a Python loop"), ("graph", HONEST, "inside one CUDA graph")):
+        axes.plot([took[*call, how] for call in calls], range(len(calls)), "o", color=colour, label=label, zorder=2)
+    for place, call in enumerate(calls):
+        ends = sorted((took[*call, "graph"], took[*call, "eager"]))
+        axes.plot(ends, [place] * 2, color="#bbbbbb", linewidth=3, zorder=1)
+        for value, shift, side in ((ends[0], -7, "right"), (ends[1], 7, "left")):
+            axes.annotate(f"{value:.3g}", (value, place), xytext=(shift, 0), textcoords="offset points", va="center", ha=side, fontsize=8)
+    axes.set_yticks(range(len(calls)), [f"{arm}, {batch} x {tokens:,}" for arm, batch, tokens in calls], fontsize=8)
+    axes.set(xlabel="microseconds per call", xscale="log", xlim=(min(took.values()) / 2, 3 * max(took.values())))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    return figure
+
+
+def baseline_bars(rows, caption):
+    """Dense decode and its possible baselines at one shape, with the speed-up that each would let us claim.
+
+    rows: the baseline trap's of one shape, as ``bench.pitfalls`` makes them; a baseline with an error gets no bar.
+    """
+    took = {row["arm"]: row["microseconds"] for row in rows if "microseconds" in row}
+    ours, *others = took
+    worst, best = max(others, key=took.get), min(others, key=took.get)
+    claims = [f"{took[name] / took[ours]:.2f}x over {name}" for name in (worst, best)]
+    figure, axes = _blank(f"{claims[0]}, {claims[1]}: one kernel", caption, height=2.8)
+    for arm in sorted(took, key=took.get, reverse=True):
+        axes.barh(arm, took[arm], color=HONEST if arm in (ours, best) else FLATTERED, height=0.6)
+        claim = "" if arm == ours else f"  ({took[arm] / took[ours]:.2f}x)"
+        axes.annotate(f"{took[arm]:,.0f}{claim}", (took[arm], arm), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    axes.set(xlabel="microseconds per call", xlim=(0, 1.25 * took[worst]))
     return figure

@@ -114,6 +114,51 @@ def test_rare_colours_survive_the_palette():
     assert any(red > 200 and green < 120 and blue < 40 for _, (red, green, blue) in picture.getcolors())
 
 
+def cache_rows(warm):
+    """A cliff at 16 MB: warm GB/s as given left of it, the cold rate of 40 everywhere else."""
+    sizes = {512: 0.5e6, 4096: 4e6, 65536: 64e6}
+    return [
+        dict(tokens=tokens, arm=f"read {how}", kv_bytes=size, gb_per_s=warm if how == "warm" and size < 16e6 else 40)
+        for tokens, size in sizes.items()
+        for how in ("warm", "cold")
+    ]
+
+
+def launch_rows(eager):
+    times = {("one-element add", "eager"): 4, ("one-element add", "graph"): 1, ("dense", "eager"): eager, ("dense", "graph"): 5}
+    return [dict(arm=arm, how=how, batch=1, tokens=1024, microseconds=us) for (arm, how), us in times.items()]
+
+
+def baseline_rows(flash):
+    times = {"pageskip dense": 100, "SDPA flash": flash, "SDPA math": 4000}
+    rows = [dict(arm=arm, batch=1, tokens=8192, microseconds=us) for arm, us in times.items()]
+    return [*rows, dict(arm="SDPA, is_causal", batch=1, tokens=8192, error="is off")]
+
+
+def cliff(warm, limit=50, tokens=None):
+    return figures.bandwidth_cliff(cache_rows(warm), "read", limit, "the datasheet", {"L3": 16e6, "L2": 1e3}, "x", tokens=tokens)
+
+
+def test_the_cliff_says_what_was_timed():
+    assert title_of(cliff(140)) == "0.5 MB: 140 GB/s warm, 40 cold; above the datasheet: the cache was timed"
+    assert title_of(cliff(140, limit=200)) == "0.5 MB: 140 GB/s warm, 40 cold; 3.5 times the cold rate: the cache helped"
+    assert title_of(cliff(140, tokens=65536)) == "64 MB: 40 GB/s warm, 40 cold; warm and cold agree"
+    marks = [text.get_text().strip() for text in cliff(140).axes[0].texts]
+    assert marks == ["L3"]  # a cache smaller than every size has no place on the axis
+
+
+def test_launch_cost_names_the_call_that_suffers_most():
+    assert title_of(figures.launch_cost(launch_rows(40), "x")) == "dense, 1 x 1,024: 40 us from a Python loop, 5.0 us in a graph"
+    assert title_of(figures.launch_cost(launch_rows(10), "x")) == "one-element add, 1 x 1,024: 4 us from a Python loop, 1.0 us in a graph"
+
+
+def test_baseline_bars_show_both_claims_and_no_wrong_baseline():
+    figure = figures.baseline_bars(baseline_rows(110), "x")
+    assert title_of(figure) == "40.00x over SDPA math, 1.10x over SDPA flash: one kernel"
+    assert len(figure.axes[0].patches) == 3
+    assert "0.90x over SDPA flash" in title_of(figures.baseline_bars(baseline_rows(90), "x"))
+
+
 def test_pictures_stay_small():
     assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
 
@@ -129,6 +174,9 @@ def test_titles_fit_their_figure():
         figures.roofline([CARDS["H200"]], {"Decode attention, any batch": 6}, "x"),
         figures.time_against_bytes([line("Dense decode", 4.5678e12), line("plain read", 4.5678e12)], "x", live=True),
         figures.step_bars({"131,072": decode_step(MODELS["Llama-3-8B"], 128, 131072)}, CARDS["RTX 3090"], "x"),
+        cliff(12345),
+        figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),
+        figures.baseline_bars([dict(row, arm=row["arm"].replace("math", "flash, KV expanded before")) for row in baseline_rows(3999)], "x"),
     ):
         figure.draw_without_rendering()
         drawn = next(text for text in figure.texts if text.get_text() == title_of(figure))

@@ -11,6 +11,7 @@ import torch
 from test_notebook_contract import PATHS, read, tags
 
 from pageskip_lib import PageList, figures, runtime
+from pageskip_lib.bench import pitfalls
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import explore, show
 from pageskip_lib.costs import MODELS, decode_step
@@ -56,7 +57,22 @@ def memory_wall():
     return dict(CARDS=CARDS, MODELS=MODELS, decode_step=decode_step)
 
 
-STAND_INS = {"00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "08_needle": needle_notebook}
+def pitfalls_notebook():
+    rows = [
+        dict(trap="cache", tokens=tokens, arm=f"{kernel} {how}", kv_bytes=32768 * tokens, gb_per_s=slow * (1000 + n * (how == "warm")))
+        for n, (_, tokens) in enumerate(pitfalls.SHAPES["cuda"]["cache"])
+        for kernel, slow in (("read", 1), ("dense", 0.9))
+        for how in ("warm", "cold")
+    ]
+    card = dict(name="a card", torch="2", triton="3")
+    settings = dict(machine=card, date="2026-11-30", dtype="float16", datasheet_gb_per_s=1010, caches={"L2": 62914560})
+    return dict(H200=dict(rows=rows, settings=settings), pitfalls=pitfalls)
+
+
+STAND_INS = {
+    "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
+    "08_needle": needle_notebook,
+}  # fmt: skip
 
 
 def widgets():
