@@ -15,7 +15,7 @@ at least as many SMs as there are rows; so cards that agree in the first two and
 with many: an RTX 4060 is an RTX 4090 here, and equal launches are compiled once. Caches are taken as laid out in multiples of 16
 elements, lengths as given, splits as more than one. What is left out without ``--all``: bf16, which is as wide as fp16; all but one
 D and one G of those that are padded to the same power of two (the ones taken have padding to mask); many rows for the sparse kernel
-and for fp32, where the tile is no wider than with few; and fp32 with more than 32 heads a KV head, which compiles for minutes.
+and for fp32, where the tile is no wider than with few; and the sparse kernel in fp32 with more than 32 heads a KV head.
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
 memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is
@@ -75,7 +75,8 @@ def attention_cells(everything):
         return
     yield from itertools.product([torch.float16], (64, 96, 192), GROUPS, [FEW_ROWS], pages)
     yield from itertools.product([torch.float16], (64, 96, 192), GROUPS, [MANY_ROWS], [{}])
-    yield from itertools.product([torch.float32], (64, 96, 192), GROUPS[:2], [FEW_ROWS], [{}, dict(PAGE=16)])
+    yield from itertools.product([torch.float32], (64, 96, 192), GROUPS, [FEW_ROWS], [{}])
+    yield from itertools.product([torch.float32], (64, 96, 192), GROUPS[:2], [FEW_ROWS], [dict(PAGE=16)])
 
 
 def launches(target, everything=False):
