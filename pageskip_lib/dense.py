@@ -15,6 +15,7 @@ from .runtime import card, resolve_backend, tl, triton
 from .tiles import LOG2_E, attend_tile, store_partial, valid_length
 
 IN_FLIGHT = 128 * 1024  # bytes on their way into one SM; with half of it an H200 reads a long cache 15% slower
+PROGRAM_TILES = 2  # to start a program and to end it costs about what two more tiles would
 
 
 @triton.jit
@@ -60,21 +61,19 @@ def _dense_kernel(
 def choose_splits(rows, tokens, sms, per_sm, tile):
     """How many splits each of ``rows`` = B * Hkv caches is dealt out to, so that every SM runs nearly the same number of programs.
 
-    per_sm: the fewest programs that keep enough bytes in flight into an SM. Each more than that costs a start and an end, so the first
-    whole number of programs an SM that the rows nearly divide is taken. tokens: the cache's capacity, not its length, since a
-    captured graph keeps the grid; no split is left without a tile of it.
+    tokens: the cache's capacity, not its length, since a captured graph keeps the grid. per_sm: the fewest programs that keep enough
+    bytes in flight into an SM. The choice is the one whose busiest SM is done first, by a count of its tiles; none is left without one.
     """
+    tiles = -(-tokens // tile)
 
-    def filling(programs):
-        return max(1, programs * sms // rows)
-
-    def balance(programs):
-        return rows * filling(programs) / (programs * sms)
+    def cost(splits):
+        programs = -(-rows * splits // sms)  # on the busiest SM
+        return programs * (PROGRAM_TILES + -(-tiles // splits))
 
     fewest = max(per_sm, -(-rows // sms))
-    candidates = range(fewest, fewest + 8)
-    even = next((programs for programs in candidates if balance(programs) >= 0.94), max(candidates, key=balance))
-    return min(filling(even), -(-tokens // tile))
+    # Not many more than the fewest: they could not all be on their SM at once, and the last of them would run there alone.
+    filling = [max(1, min(tiles, programs * sms // rows)) for programs in range(fewest, fewest + 4)]
+    return min([1, *filling], key=cost)  # of equals the first: fewer splits, fewer partial results
 
 
 def check_splits(splits):

@@ -184,3 +184,96 @@ def step_bars(steps, card, caption):
         axes.axvline(card.memory_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--", label=f"memory of the {card.name}")
     axes.legend(frameon=False, loc="lower right", fontsize=9)
     return figure
+
+
+ARM_COLOURS = {
+    "pageskip dense": "#0072B2", "SDPA cuDNN": "#E69F00", "SDPA flash": "#4d4d4d", "FlashInfer": "#009E73", "FA3": "#CC79A7",
+    "FlexAttention": "#999999", "SDPA": "#4d4d4d",
+}  # fmt: skip
+
+
+def dense_shares(rows, caption):
+    """Exact decode as a share of the machine's own read rate, a panel a batch size.
+
+    rows: of one head shape and dtype, as ``bench.dense`` makes them.
+    """
+    timed = [row for row in rows if "share_of_read" in row and row["arm"] in ARM_COLOURS]
+    ours = {(row["batch"], row["tokens"]): row["microseconds"] for row in timed if row["arm"] == "pageskip dense"}
+    best = {
+        shape: min(row["microseconds"] for row in timed if (row["batch"], row["tokens"]) == shape and row["arm"] != "pageskip dense")
+        for shape in ours
+    }  # fmt: skip
+    ahead, behind = sum(best[shape] > ours[shape] for shape in ours), max(ours[shape] / best[shape] for shape in ours)
+    rest = "" if ahead == len(ours) else ", level at the rest" if behind < 1.0005 else f", at worst {behind - 1:.1%} behind"
+    title = f"Exact decode is ahead of every peer at {ahead} of {len(ours)} shapes{rest}"
+    figure, axes = _blank(title, caption, height=3.8)
+    axes.remove()
+    batches = sorted({row["batch"] for row in timed})
+    panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for batch, panel in zip(batches, panels):
+        for arm in dict.fromkeys(row["arm"] for row in timed):
+            points = sorted((row["tokens"], row["share_of_read"]) for row in timed if (row["batch"], row["arm"]) == (batch, arm))
+            wide = arm == "pageskip dense"
+            panel.plot(*zip(*points), color=ARM_COLOURS[arm], marker=".", linewidth=2.2 if wide else 1, zorder=3 if wide else 2, label=arm)
+        panel.axhline(1, color="#999999", linewidth=0.8, linestyle="--")
+        panel.set(title=f"batch {batch}", xlabel="context (tokens)", xscale="log", ylim=(0, 1.05))
+        panel.title.set_fontsize(9)
+        panel.set_xticks([1024, 8192, 65536], ["1k", "8k", "64k"])
+        panel.minorticks_off()
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share of a plain read of the same bytes")
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
+def split_map(rows, tiles, splits, sms, caption):
+    """Which SM reads how many tiles, when ``rows`` caches of ``tiles`` tiles are each dealt out to ``splits`` programs.
+
+    Programs go to the SMs in turn, as long as there are any, which is how a GPU places programs of equal length.
+    """
+    shares = [tiles // splits + (split < tiles % splits) for split in range(splits)]
+    stacks = [[] for _ in range(sms)]
+    for program in range(rows * splits):
+        stacks[program % sms].append((program // splits, shares[program % splits]))
+    busiest = max(sum(share for _, share in stack) for stack in stacks)
+    idle = sum(not stack for stack in stacks)
+    title = f"{rows * splits} programs on {sms} SMs: the busiest reads {busiest:,} tiles, an even share is {rows * tiles / sms:,.1f}"
+    figure, axes = _blank(title + (f"; {idle} SMs idle" if idle else ""), caption, height=3)
+    colours = colormaps["tab20"]
+    for sm, stack in enumerate(stacks):
+        bottom = 0
+        for row, share in stack:
+            axes.bar(sm, share, bottom=bottom, width=1, color=colours(row % 20), edgecolor="white", linewidth=0.3)
+            bottom += share
+    axes.axhline(rows * tiles / sms, color="#000000", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="SM (a colour for each KV head of each sequence)", ylabel="tiles to read", xlim=(-0.5, sms - 0.5))
+    return figure
+
+
+def splits_time(rows, caption):
+    """Time against the number of splits. rows: as ``bench.dense.run_splits`` makes them; the library's own choice has chosen=True."""
+    shapes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
+    figure, axes = _blank("", caption)
+    worst = {}
+    for colour, shape in zip(["#0072B2", "#E69F00", "#009E73", "#CC79A7"], shapes):
+        points = [row for row in rows if (row["batch"], row["tokens"]) == shape]
+        fastest = min(row["microseconds"] for row in points)
+        axes.plot(
+            [row["splits"] for row in points], [row["microseconds"] / fastest for row in points], marker=".", color=colour,
+            label=f"{shape[0]} x {shape[1]:,} ({fastest:.1f} µs)",
+        )  # fmt: skip
+        (chosen,) = [row for row in points if row["chosen"]]
+        worst[shape] = chosen["microseconds"] / fastest
+        axes.plot(chosen["splits"], worst[shape], marker="o", markersize=10, fillstyle="none", color=colour)
+    unsplit = max(row["microseconds"] / min(other["microseconds"] for other in rows if (other["batch"], other["tokens"]) == (row["batch"], row["tokens"])) for row in rows if row["splits"] == 1)
+    figure.suptitle(
+        f"One split: up to {unsplit:.0f} times slower than the best. The rule's choice (circle): within {max(worst.values()) - 1:.0%}",
+        fontsize=11, x=0.01, ha="left",
+    )  # fmt: skip
+    axes.set(xlabel="splits of each KV head's cache", ylabel="time over the fastest", xscale="log", yscale="log")
+    axes.set_xticks([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 2, 4, 8, 16, 32, 64, 128, 256])
+    axes.set_yticks([1, 2, 5, 10, 20, 50], [1, 2, 5, 10, 20, 50])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8, title="batch x context (fastest)", title_fontsize=8)
+    return figure

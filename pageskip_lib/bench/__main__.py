@@ -1,4 +1,4 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 
@@ -13,6 +13,7 @@ def main(arguments=None):
     commands = top.add_subparsers(dest="command", required=True)
     for name, text in (
         ("dense", "exact decode against its peers and the machine's read rate, in microseconds"),
+        ("splits", "dense decode with 1, 2, 4, ... splits and with the library's choice"),
         ("ceilings", "what the memory can do: a streaming read and a copy"),
         ("pitfalls", "five ways to time a number that physics forbids, and their honest versions"),
     ):
@@ -27,6 +28,11 @@ def main(arguments=None):
         with tqdm(total=dense.measurements(), unit="measurement") as bar:
             rows, settings = dense.run_dense(progress=bar.update)
         print(dense.table(rows))
+    elif options.command == "splits":
+        with tqdm(unit="measurement") as bar:
+            rows, settings = dense.run_splits(progress=bar.update)
+        for row in rows:
+            print(f"{row['batch']:>3} x {row['tokens']:>6,} {row['splits']:>4} splits {row['microseconds']:>9.1f} us{'  chosen' if row['chosen'] else ''}")
     else:
         with tqdm(total=len(ceilings.SIZES[runtime.default_device()]) * 2 * 12, unit="measurement") as bar:
             rows, settings = ceilings.run_ceilings(progress=bar.update)

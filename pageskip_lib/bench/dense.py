@@ -3,6 +3,8 @@
 import torch
 
 from .. import reference
+from ..dense import decode_workspace, dense_decode
+from ..merge import Workspace
 from ..runtime import card, default_device, kernel_problem
 from .ceilings import READ, read_once, run_ceilings
 from .peers import OURS, arms
@@ -111,6 +113,35 @@ def run_dense(*, heads=None, dtypes=None, shapes=None, progress=lambda: None):
         method=f"median of {REPEATS} measurements, arms interleaved, inputs rotated over 3x L2 (at least 3 sets), outputs checked against fp64"
         + (", all calls of an arm in one CUDA graph" if device == "cuda" else ", eager, wall clock"),
     )  # fmt: skip
+
+
+SPLIT_SHAPES = {"cuda": [(1, 65536), (8, 16384), (32, 4096), (1, 4096)], "cpu": [(1, 1024)]}
+
+
+def run_splits(*, shapes=None, progress=lambda: None):
+    """Time dense_decode with 1, 2, 4, ... splits and with the library's own choice. Returns (rows, settings).
+
+    A row: batch, tokens, splits, chosen (is it the library's choice?), microseconds, low, high. Cold, as ``run_dense`` measures.
+    """
+    device = default_device()
+    heads, dtype = HEADS[0], DTYPES[device][0]
+    rows = []
+    for batch, tokens in shapes or SPLIT_SHAPES[device]:
+        kv_bytes = 2 * batch * heads[1] * tokens * heads[2] * dtype.itemsize
+        sets = make_sets(copies_to_outgrow(card(device).l2_bytes, kv_bytes), heads, batch, tokens, dtype, device)
+        inputs = [(q, *views(kv, tokens_first=False)) for q, kv in sets]
+        chosen = decode_workspace(*inputs[0][:2]).splits
+        calls = {}
+        for splits in sorted({chosen} | {2**power for power in range(9) if 2**power * 128 <= tokens}):
+            workspace = Workspace(inputs[0][0], splits)
+            calls[splits] = [
+                lambda q=q, k=k, v=v, workspace=workspace, splits=splits: dense_decode(q, k, v, splits=splits, workspace=workspace)
+                for q, k, v in inputs
+            ]
+        for splits, time in time_arms(calls, progress=progress).items():
+            rows.append(dict(batch=batch, tokens=tokens, splits=splits, chosen=splits == chosen, microseconds=time.median, low=time.low, high=time.high))
+    settings = dict(heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."))
+    return rows, settings | dict(method="median of 12, arms interleaved, rotated past 3x L2, in CUDA graphs")
 
 
 def measurements(heads=None, dtypes=None, shapes=None):
