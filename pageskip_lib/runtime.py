@@ -131,7 +131,8 @@ def card(device):
         name=found.name,
         sms=found.multi_processor_count,
         l2_bytes=found.L2_cache_size,
-        shared_bytes=found.shared_memory_per_multiprocessor - 1024,  # CUDA keeps 1 KB of it for each program
+        # CUDA keeps 1 KB of it for each program, AMD nothing.
+        shared_bytes=found.shared_memory_per_multiprocessor - (1024 if torch.version.cuda else 0),
         dependent_launch=torch.version.cuda is not None and found.major >= 9,
     )
 

@@ -1,16 +1,45 @@
-"""Compile both attention kernels for cards that are not here, and print what each launch needs; run by test_compile.py.
+"""Compile every launch for cards that are not here, and list what each one needs.
 
-Compiling for a target needs no GPU, but the kernels must not be interpreted: so this runs in a process of its own, which
-pretends to have a GPU while pageskip_lib is imported.
+    python tests/compile_for_cards.py                    a table of the launches that test_compile.py checks
+    python tests/compile_for_cards.py --all              every dtype, head dim, group padding and page size: hours on two cores
+    python tests/compile_for_cards.py --target sm_89     of one target only; may be repeated
+    python tests/compile_for_cards.py --json             one JSON object a line instead of a table
+
+Compiling for a target needs no GPU, only the compilers inside Triton's package: ptxas for NVIDIA, LLVM and its linker for AMD,
+where the result goes as far as the loadable hsaco. But the kernels must not be interpreted, so this is a process of its own,
+which pretends to have a GPU while pageskip_lib is imported.
+
+What a launch compiles to follows from the kernel, its constants (all of ``launch_shape``, and the page size), its options, the
+dtypes and the target. ``launch_shape`` reads of a card its shared memory, whether it launches dependents early, and whether it has
+at least as many SMs as there are rows; so cards that agree in the first two and in the target are one, once with few rows and once
+with many: an RTX 4060 is an RTX 4090 here, and equal launches are compiled once. Caches are taken as laid out in multiples of 16
+elements, lengths as given, splits as more than one. What is left out without ``--all``: bf16, which is as wide as fp16; all but one
+D and one G of those that are padded to the same power of two (the ones taken have padding to mask); many rows for the sparse kernel
+and for fp32, where the tile is no wider than with few; and the sparse kernel in fp32 with more than 32 heads a KV head.
+
+Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
+memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is
+spills). shared: bytes a program, and room: what the card can give it.
 """
 
+import argparse
+import itertools
 import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import dense, runtime, sparse  # noqa: E402
+from pageskip_lib import cards, dense, merge, runtime, sparse  # noqa: E402
+from pageskip_lib.bench import ceilings  # noqa: E402
+from pageskip_lib.checks import HEAD_DIMS  # noqa: E402
 
 torch.cuda.is_available = real
 
@@ -18,38 +47,107 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-POINTERS = {torch.float16: "*fp16", torch.float32: "*fp32"}
+LDS = 64 * 1024  # of a workgroup on AMD, CDNA and RDNA alike
+TARGETS = {f"sm_{card.target}": (card.shared_bytes, card.dependent_launch) for card in cards.CARDS.values()}
+TARGETS |= {"gfx942": (LDS, False), "gfx1100": (LDS, False)}
+SMS, FEW_ROWS, MANY_ROWS = 100, 1, 1000
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+KERNELS = {"dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "read": ceilings._read_kernel}
+INTS, FLOATS = ("lengths_ptr", "pages_ptr", "counts_ptr"), ("outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
+IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr")
+TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
 STRIDES = {f"{name}_{axis}" for name in "qkv" for axis in ("batch", "head", "token")}
-# compute capability, shared memory of one program in KB, dependent launch: RTX 30, RTX 40, H100 and H200, RTX 50
-CARDS = [(86, 99, False), (89, 99, False), (90, 227, True), (120, 99, True)]
-SHAPES = [(torch.float16, 128, 6), (torch.float16, 256, 24), (torch.float32, 256, 4)]
+GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
+COLUMNS = "target kernel dtype D G PAGE BLOCK_D BLOCK_G TILE num_warps num_stages registers local shared room".split()
 
 
-def compiled(kernel, shape, dtype, capability):
-    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+def card_of(target):
+    shared, dependent = TARGETS[target]
+    return runtime.Card(target, sms=SMS, l2_bytes=0, shared_bytes=shared, dependent_launch=dependent)
+
+
+def attention_cells(everything):
+    """(dtype, D, G, rows, {} or dict(PAGE)) of the attention launches."""
+    pages = [{}, dict(PAGE=16), dict(PAGE=64)]
+    if everything:
+        yield from itertools.product(DTYPES, HEAD_DIMS, GROUPS, (FEW_ROWS, MANY_ROWS), pages)
+        return
+    yield from itertools.product([torch.float16], (64, 96, 192), GROUPS, [FEW_ROWS], pages)
+    yield from itertools.product([torch.float16], (64, 96, 192), GROUPS, [MANY_ROWS], [{}])
+    yield from itertools.product([torch.float32], (64, 96, 192), GROUPS, [FEW_ROWS], [{}])
+    yield from itertools.product([torch.float32], (64, 96, 192), GROUPS[:2], [FEW_ROWS], [dict(PAGE=16)])
+
+
+def launches(target, everything=False):
+    """Every launch to compile for a target, once: (target, kernel, dtype, constants and options of the launch)."""
+    card, found = card_of(target), []
+    for dtype, dim, group, rows, page in attention_cells(everything):
+        q, k = torch.empty(rows, group, dim, dtype=dtype, device="meta"), torch.empty(rows, 1, 64, dim, dtype=dtype, device="meta")
+        found.append((target, "sparse" if page else "dense", dtype, dense.launch_shape(q, k, card) | page))
+    early = dict(launch_pdl=True) if card.dependent_launch else {}
+    blocks = dict(BLOCK_S=merge.MERGE_SPLITS, BLOCK_D=merge.MERGE_DIMS, DEPENDENT=card.dependent_launch, num_warps=1)
+    for dtype in DTYPES:
+        found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
+        found.append((target, "read", dtype, dict(BLOCK=ceilings.read_once.__defaults__[0])))
+    return list({str(launch): launch for launch in found}.values())
+
+
+def compiled(target, kernel, dtype, shape):
+    """Compile one launch; what it needs, as a dict."""
+    function = KERNELS[kernel]
+    options = {name: value for name, value in shape.items() if name not in function.arg_names}
     signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in shape or name == "PAGE":
-            signature[name], constants[(i,)] = "constexpr", shape.get(name, 16)
-        elif name in ("lengths_ptr", "pages_ptr", "counts_ptr"):
-            signature[name] = "*i32"
-        elif name in ("outs_ptr", "lses_ptr"):
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = POINTERS[dtype]
+    for i, name in enumerate(function.arg_names):
+        if name in shape:
+            signature[name], constants[(i,)] = "constexpr", shape[name]
         else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            signature[name] = "*" + DTYPES[dtype] if name in IN_DTYPE else TYPES.get(name, "i32")
         if name in STRIDES or signature[name].startswith("*"):
-            attributes[(i,)] = [["tt.divisibility", 16]]  # as for any contiguous cache: loads of 16 bytes
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            attributes[(i,)] = [["tt.divisibility", 16]]  # loads of 16 bytes
+    nvidia = target.startswith("sm_")
+    arch = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
+    result = triton.compile(ASTSource(function, signature, constants, attributes), target=arch, options=options)
+    registers, local = nvidia_usage(result.asm["cubin"]) if nvidia else amd_usage(result.asm["amdgcn"])
+    return dict(registers=registers, local=local, shared=result.metadata.shared)
 
 
-for capability, kilobytes, dependent in CARDS:
-    card = runtime.Card("", sms=100, l2_bytes=0, shared_bytes=kilobytes * 1024, dependent_launch=dependent)
-    for dtype, dim, group in SHAPES:
-        for kernel in (dense._dense_kernel, sparse._sparse_kernel):
-            shape = dense.launch_shape(torch.empty(1, group, dim, dtype=dtype), torch.empty(1, 1, 64, dim, dtype=dtype), card)
-            result = compiled(kernel, dict(shape), dtype, capability)
-            found = dict(kernel=kernel.fn.__name__, capability=capability, dtype=str(dtype), dim=dim, tile=shape["TILE"])
-            print(json.dumps(found | dict(stages=shape["num_stages"], shared=result.metadata.shared, room=card.shared_bytes)), flush=True)
+def nvidia_usage(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("REG", "STACK"))
+
+
+def amd_usage(assembly):
+    return tuple(int(re.search(rf"\.{what}:\s*(\d+)", assembly)[1]) for what in ("vgpr_count", "private_segment_fixed_size"))
+
+
+def listed(launch):
+    target, kernel, dtype, shape = launch
+    row = dict(target=target, kernel=kernel, dtype=DTYPES[dtype], **shape, room=TARGETS[target][0])
+    try:
+        return row | compiled(*launch)
+    except Exception as error:  # the row says so, and the others go on
+        return row | dict(error=f"{type(error).__name__}: {error}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compile every launch for cards that are not here, and list what each one needs.")
+    parser.add_argument("--all", action="store_true", help="every dtype, head dim, group padding and page size")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; may be repeated")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    options = parser.parse_args()
+    wanted = [launch for target in options.target or TARGETS for launch in launches(target, options.all)]
+    if not options.json:
+        print(*(f"{name:>11}" for name in COLUMNS), sep="")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for row in pool.map(listed, wanted):
+            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>11}" for name in COLUMNS) + "  " + row.get("error", "")
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
