@@ -254,29 +254,26 @@ def split_map(rows, tiles, splits, sms, caption):
 
 def splits_time(rows, caption):
     """Time against the number of splits. rows: as ``bench.dense.run_splits`` makes them; the library's own choice has chosen=True."""
-    shapes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
-    figure, axes = _blank("", caption, height=3)
-    worst = {}
-    for colour, shape in zip(["#0072B2", "#E69F00", "#009E73", "#CC79A7"], shapes):
-        points = [row for row in rows if (row["batch"], row["tokens"]) == shape]
-        fastest = min(row["microseconds"] for row in points)
-        axes.plot(
-            [row["splits"] for row in points], [row["microseconds"] / fastest for row in points], marker=".", color=colour,
-            label=f"{shape[0]} x {shape[1]:,} ({fastest:.1f} µs)",
-        )  # fmt: skip
-        (chosen,) = [row for row in points if row["chosen"]]
-        worst[shape] = chosen["microseconds"] / fastest
-        axes.plot(chosen["splits"], worst[shape], marker="o", markersize=10, fillstyle="none", color=colour)
-    unsplit = max(row["microseconds"] / min(other["microseconds"] for other in rows if (other["batch"], other["tokens"]) == (row["batch"], row["tokens"])) for row in rows if row["splits"] == 1)
-    figure.suptitle(
-        f"One split: up to {unsplit:.0f} times slower than the best. The rule's choice (circle): within {max(worst.values()) - 1:.0%}",
-        fontsize=11, x=0.01, ha="left",
-    )  # fmt: skip
+    by_shape = {}
+    for row in rows:
+        by_shape.setdefault((row["batch"], row["tokens"]), []).append(row)
+    fastest = {shape: min(row["microseconds"] for row in points) for shape, points in by_shape.items()}
+    ratio = {(shape, row["splits"]): row["microseconds"] / fastest[shape] for shape, points in by_shape.items() for row in points}
+    chosen = {shape: next(row["splits"] for row in points if row["chosen"]) for shape, points in by_shape.items()}
+    unsplit, lost = max(ratio[shape, 1] for shape in by_shape), max(ratio[choice] for choice in chosen.items()) - 1
+    title = f"One split: up to {unsplit:.0f} times slower than the best. The rule's choice (circle): within {lost:.0%}"
+    figure, axes = _blank(title, caption, height=3)
+    for colour, (shape, points) in zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7"), by_shape.items()):
+        counts = [row["splits"] for row in points]
+        label = f"{shape[0]} x {shape[1]:,} ({fastest[shape]:.1f} µs)"
+        axes.plot(counts, [ratio[shape, n] for n in counts], marker=".", color=colour, label=label)
+        axes.plot(chosen[shape], ratio[shape, chosen[shape]], marker="o", markersize=10, fillstyle="none", color=colour)
     axes.set(xlabel="splits of each KV head's cache", ylabel="time over the fastest", xscale="log", yscale="log")
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 2, 4, 8, 16, 32, 64, 128, 256])
     axes.set_yticks([1, 2, 5, 10, 20, 50], [1, 2, 5, 10, 20, 50])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, title="batch x context (fastest)", title_fontsize=8)
+    return figure
 
 
 def bandwidth_cliff(rows, kernel, limit, limit_name, caches, caption, *, tokens=None):
