@@ -87,13 +87,17 @@ def launch_shape(q, k, card):
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     token_bytes = 2 * block_d * k.element_size()
-    room = card.shared_bytes - 2 * block_g * block_d * k.element_size() - 2048  # beside q, the weights and the compiler's own needs
+
+    def room(tile):  # beside q, the weights and the compiler's own needs
+        return card.shared_bytes - block_g * (block_d + max(block_d, tile + 1)) * k.element_size() - 2048
+
     # The widest tile of which two fit on their way in. With more rows than SMs a half of it, so that two programs can share an SM.
     widest = 128 if rows <= card.sms else 64
-    tile = next((tile for tile in (128, 64, 32) if tile <= widest and 2 * tile * token_bytes <= room), 16)
+    tile = next((tile for tile in (128, 64, 32) if tile <= widest and 2 * tile * token_bytes <= room(tile)), 16)
     return dict(
         G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
-        num_warps=4 if block_g * block_d <= 8192 else 8, num_stages=max(1, min(3, 1 + room // (tile * token_bytes))),
+        num_warps=4 if block_g <= 32 and block_g * block_d <= 8192 else 8,
+        num_stages=max(1, min(3, 1 + room(tile) // (tile * token_bytes))),
     )  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def splits_for(q, k, card, shape, tokens):
     """The splits of a launch with this ``launch_shape`` over ``tokens`` tokens of each KV head."""
     in_flight = max(1, shape["num_stages"] - 1) * shape["TILE"] * 2 * shape["BLOCK_D"] * k.element_size()
     resident = max(1, card.shared_bytes // (in_flight + 4096))
-    return choose_splits(k.shape[0] * k.shape[1], tokens, card.sms, min(resident, -(-IN_FLIGHT // in_flight)), shape["TILE"])
+    return choose_splits(max(1, k.shape[0] * k.shape[1]), tokens, card.sms, min(resident, -(-IN_FLIGHT // in_flight)), shape["TILE"])
 
 
 def attend_prefix(q, k, v, scale):

@@ -42,11 +42,14 @@ def _sparse_kernel(
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    # Page numbers come one tile ahead of their use: keys whose address waits for a load of the same turn are not loaded ahead.
+    entry = (split * TILE + tl.arange(0, TILE)) // PAGE
+    page = tl.load(pages_ptr + entry, mask=entry < count, other=-1)
     for tile in range(split, tiles, splits):
-        position = tile * TILE + tl.arange(0, TILE)
-        page = tl.load(pages_ptr + position // PAGE, mask=position // PAGE < count, other=-1)
-        token = page * PAGE + position % PAGE
+        token = page * PAGE + (tile * TILE + tl.arange(0, TILE)) % PAGE
         valid = (page >= 0) & (token < length)
+        entry = ((tile + splits) * TILE + tl.arange(0, TILE)) // PAGE
+        page = tl.load(pages_ptr + entry, mask=entry < count, other=-1)
         at = token.to(tl.int64)[:, None]
         keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)

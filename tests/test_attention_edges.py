@@ -87,6 +87,15 @@ def test_merging_the_result_of_an_empty_cache_changes_nothing(backend, device):
             assert same(merge_partials(*(torch.stack(each) for each in zip(*parts)), backend=backend), some)
 
 
+@needs_triton
+@pytest.mark.parametrize("batch, tokens", [(0, 70), (2, 0), (0, 0)])
+def test_a_workspace_for_nothing(batch, tokens, device):
+    """Case A7: the rule for splits divides by the rows, and there may be none (Dao-AILab/flash-attention#2503, #2515)."""
+    q, k, v = make_qkv(batch, 4, 2, tokens, 64, device=device)
+    workspace = decode_workspace(q, k)
+    assert workspace.splits >= 1 and (dense_decode(q, k, v, workspace=workspace, backend="triton") == 0).all()
+
+
 @each_backend
 def test_nothing_selected_is_nothing_attended(backend, device):
     """Case A6: rows whose every score is -inf, from the summary to the result (flashinfer-ai/flashinfer#1178, #1050)."""

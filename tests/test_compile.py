@@ -20,12 +20,11 @@ EXCUSES = {
     "full fp32 has no tensor cores: the operands of both products sit in registers": lambda row: row["dtype"] == "fp32",
     "accumulators of 64 and 128 rows: more than 32 query heads to a KV head": lambda row: row["BLOCK_G"] > 32,
     "no RDNA card was measured, and none of the tile sizes is chosen for its 256 registers": lambda row: row["target"] == "gfx1100",
-    "8 bytes by the choice of ptxas, in a launch that uses 95 of 255 registers": lambda row: row["target"] == "sm_100" and row["local"] <= 8,
+    "8 bytes by the choice of ptxas, in a launch that uses 96 of 255 registers": lambda row: row["target"] == "sm_120" and row["local"] <= 8,
 }
 
-# (target, dtype, BLOCK_D, BLOCK_G) of dense launches that do not fit. 128 query heads of 256 fp32 numbers are 128 KB by themselves;
-# on an A100 launch_shape takes the weights [64, 128] to need no more room than q [64, 64].
-TOO_LARGE = {(target, "fp32", 256, 128) for target in ("sm_86", "sm_89", "sm_120", "gfx942", "gfx1100")} | {("sm_80", "fp32", 64, 64)}
+# (target, dtype, BLOCK_D, BLOCK_G) of launches that do not fit: 128 query heads of 256 fp32 numbers are 128 KB by themselves.
+TOO_LARGE = {(target, "fp32", 256, 128) for target in ("sm_86", "sm_89", "sm_120", "gfx942", "gfx1100")}
 
 
 def key(target, kernel, dtype, shape):
@@ -89,3 +88,10 @@ def test_loads_stay_in_flight(attention):
     usual = [row for row in attention if row["BLOCK_G"] <= 32 and row["target"].startswith("sm_")]
     assert usual and all(row["num_stages"] >= 2 for row in usual)
     assert all(row["num_stages"] >= 3 for row in usual if row["dtype"] == "fp16" and row["BLOCK_D"] <= 128)
+
+
+def test_the_sparse_kernel_loads_as_far_ahead_as_the_dense_one(attention):
+    """Tiles on their way in lie in shared memory, so the twin of a dense launch must take no less of it."""
+    shape = ("target", "dtype", "D", "G", "TILE", "num_warps", "num_stages")
+    dense = {tuple(row[name] for name in shape): row["shared"] for row in attention if row["kernel"] == "dense"}
+    assert [row for row in attention if row["kernel"] == "sparse" and row["shared"] < dense[tuple(row[name] for name in shape)]] == []
