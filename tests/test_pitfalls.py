@@ -79,6 +79,11 @@ def test_a_rotation_outgrows_the_largest_cache():
         assert sets >= 3 and sets * size >= 3 * largest
 
 
+def test_the_datasheet_is_that_of_the_card_and_of_no_other():
+    assert pitfalls.datasheet("NVIDIA H200") == 4800 and pitfalls.datasheet("NVIDIA GeForce RTX 4090") == 1008
+    assert pitfalls.datasheet("NVIDIA GeForce RTX 4090 Laptop GPU") is None and pitfalls.datasheet("AMD EPYC") is None
+
+
 def test_warm_repeats_one_input_and_cold_takes_all(monkeypatch):
     read, given = [], {}
     monkeypatch.setattr(pitfalls, "read_once", lambda kv, out: read.append(kv.data_ptr()))

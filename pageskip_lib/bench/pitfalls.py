@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from .. import runtime
+from ..cards import CARDS
 from ..dense import dense_decode
 from ..scores import page_scores
 from ..selection import Budget, PageList, select_pages
@@ -33,8 +34,6 @@ from .timing import copies_to_outgrow, summary, time_arms
 HEADS = ALL_HEADS[0]  # Hq, Hkv, D of DeepSeek-R1-Distill-Qwen-1.5B
 PAGE = 64
 BUDGET = Budget(pages=32)
-# GB/s of device memory as the vendor states it (nvidia.com, product pages); a card that is not listed has only its measured read.
-DATASHEET = {"NVIDIA H200": 4800, "NVIDIA GeForce RTX 4090": 1008}
 UNKNOWN_CACHE = 64 << 20  # what a rotation must outgrow where the system does not say how large the cache is
 SHAPES = {
     "cuda": dict(
@@ -66,6 +65,11 @@ def sets_to_outgrow(device, bytes_per_call):
     """How many sets of inputs a rotation needs to be three times as large as the largest cache."""
     largest = max(cache_sizes(device).values(), default=UNKNOWN_CACHE)
     return copies_to_outgrow(largest, bytes_per_call, most=4096)
+
+
+def datasheet(name):
+    """GB/s of memory that a card's maker states for the device of this name ("NVIDIA H200"), or None for one that cards.py does not list."""
+    return next((facts.bandwidth / 1e9 for facts in CARDS.values() if name.endswith(facts.name)), None)
 
 
 def default_dtype(device):
@@ -318,7 +322,7 @@ def run_pitfalls(*, progress=lambda: None):
     heads, kv_heads, dim = HEADS
     settings = dict(
         heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=str(default_dtype(device)).removeprefix("torch."),
-        page_size=PAGE, budget_pages=BUDGET.pages, caches=cache_sizes(device), datasheet_gb_per_s=DATASHEET.get(runtime.card(device).name),
+        page_size=PAGE, budget_pages=BUDGET.pages, caches=cache_sizes(device), datasheet_gb_per_s=datasheet(runtime.card(device).name),
         threads=torch.get_num_threads(),
         method="medians of 12, arms interleaved; inputs rotated over 3x the largest cache where memory allows (sets: how many), but for the arms called warm"
         + ("; one CUDA graph per arm but for the sync trap and the launch trap's eager arms" if device == "cuda" else ""),
