@@ -321,7 +321,8 @@ def launch_cost(rows, caption):
         ends = sorted((took[*call, "graph"], took[*call, "eager"]))
         axes.plot(ends, [place] * 2, color="#bbbbbb", linewidth=3, zorder=1)
         for value, shift, side in ((ends[0], -7, "right"), (ends[1], 7, "left")):
-            axes.annotate(f"{value:.3g}", (value, place), xytext=(shift, 0), textcoords="offset points", va="center", ha=side, fontsize=8)
+            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            axes.annotate(text, (value, place), xytext=(shift, 0), textcoords="offset points", va="center", ha=side, fontsize=8)
     axes.set_yticks(range(len(calls)), [f"{arm}, {batch} x {tokens:,}" for arm, batch, tokens in calls], fontsize=8)
     axes.set(xlabel="microseconds per call", xscale="log", xlim=(min(took.values()) / 2, 3 * max(took.values())))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -343,5 +344,5 @@ def baseline_bars(rows, caption):
         axes.barh(arm, took[arm], color=HONEST if arm in (ours, best) else FLATTERED, height=0.6)
         claim = "" if arm == ours else f"  ({took[arm] / took[ours]:.2f}x)"
         axes.annotate(f"{took[arm]:,.0f}{claim}", (took[arm], arm), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set(xlabel="microseconds per call", xlim=(0, 1.25 * took[worst]))
+    axes.set(xlabel="microseconds per call", xlim=(0, 1.3 * took[worst]))
     return figure
