@@ -240,15 +240,15 @@ def split_map(rows, tiles, splits, sms, caption):
     busiest = max(sum(share for _, share in stack) for stack in stacks)
     idle = sum(not stack for stack in stacks)
     title = f"{rows * splits} programs on {sms} SMs: the busiest reads {busiest:,} tiles, an even share is {rows * tiles / sms:,.1f}"
-    figure, axes = _blank(title + (f"; {idle} SMs idle" if idle else ""), caption, height=3)
-    colours = colormaps["tab20"]
+    figure, axes = _blank(title + (f"; {idle} SMs idle" if idle else ""), caption, height=2.5)
+    colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
     for sm, stack in enumerate(stacks):
         bottom = 0
         for row, share in stack:
-            axes.bar(sm, share, bottom=bottom, width=1, color=colours(row % 20), edgecolor="white", linewidth=0.3)
+            axes.bar(sm, share, bottom=bottom, width=1, color=colours[row % 4], edgecolor="white", linewidth=0.5)
             bottom += share
     axes.axhline(rows * tiles / sms, color="#000000", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="SM (a colour for each KV head of each sequence)", ylabel="tiles to read", xlim=(-0.5, sms - 0.5))
+    axes.set(xlabel="SM (neighbouring caches in different colours)", ylabel="tiles to read", xlim=(-0.5, sms - 0.5))
     return figure
 
 
@@ -262,7 +262,7 @@ def splits_time(rows, caption):
     chosen = {shape: next(row["splits"] for row in points if row["chosen"]) for shape, points in by_shape.items()}
     unsplit, lost = max(ratio[shape, 1] for shape in by_shape), max(ratio[choice] for choice in chosen.items()) - 1
     title = f"One split: up to {unsplit:.0f} times slower than the best. The rule's choice (circle): within {lost:.0%}"
-    figure, axes = _blank(title, caption, height=3)
+    figure, axes = _blank(title, caption, height=2.5)
     for colour, (shape, points) in zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7"), by_shape.items()):
         counts = [row["splits"] for row in points]
         label = f"{shape[0]} x {shape[1]:,} ({fastest[shape]:.1f} µs)"
