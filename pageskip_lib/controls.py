@@ -51,6 +51,7 @@ def explore(draw, **controls):
             control.continuous_update = False
         control.observe(redraw, names="value")
     redraw()
-    box = ipywidgets.VBox([ipywidgets.HBox(list(controls.values())), finding, picture])
+    row = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))  # four sliders need two lines
+    box = ipywidgets.VBox([row, finding, picture])
     box.controls, box.picture, box.finding = controls, picture, finding
     return box
