@@ -1,6 +1,7 @@
 """pageskip: don't read most of the KV cache. Import this before triton or transformers (see runtime.py)."""
 
 from . import runtime  # first: it sets Triton's interpreter switch
+from .decode import CacheFull, DecodeStep
 from .dense import decode_workspace, dense_decode
 from .merge import Workspace, merge_partials
 from .models import ModelUnavailable, load_model
@@ -11,6 +12,8 @@ from .summaries import PageSummary, summarize_pages
 
 __all__ = [
     "Budget",
+    "CacheFull",
+    "DecodeStep",
     "ModelUnavailable",
     "PageList",
     "PageSummary",

@@ -1,11 +1,11 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 
 from tqdm import tqdm
 
 from .. import runtime
-from . import ceilings, dense, pitfalls, records
+from . import ceilings, dense, pitfalls, records, step
 
 
 def main(arguments=None):
@@ -14,6 +14,8 @@ def main(arguments=None):
     for name, text in (
         ("dense", "exact decode against its peers and the machine's read rate, in microseconds"),
         ("splits", "dense decode with 1, 2, 4, ... splits and with the library's choice"),
+        ("sparse", "the kernel that walks a page list, alone"),
+        ("step", "the whole step, selection included, against dense attention"),
         ("ceilings", "what the memory can do: a streaming read and a copy"),
         ("pitfalls", "five ways to time a number that physics forbids, and their honest versions"),
     ):
@@ -28,6 +30,10 @@ def main(arguments=None):
         with tqdm(total=dense.measurements(), unit="measurement") as bar:
             rows, settings = dense.run_dense(progress=bar.update)
         print(dense.table(rows))
+    elif options.command in ("sparse", "step"):
+        with tqdm(unit="measurement") as bar:
+            rows, settings = (step.run_step if options.command == "step" else step.run_sparse)(progress=bar.update)
+        print(step.table(rows))
     elif options.command == "splits":
         with tqdm(unit="measurement") as bar:
             rows, settings = dense.run_splits(progress=bar.update)

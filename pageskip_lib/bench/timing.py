@@ -52,11 +52,12 @@ def _gpu_seconds(graph, replays):
     return start.elapsed_time(end) * 1e-3
 
 
-def time_arms(arms, *, repeats=12, seconds_each=0.004, progress=None):
+def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=None):
     """Time several ways to do the same thing. arms: {name: list of zero-argument calls on rotated inputs}; returns {name: Timing}.
 
     With a CUDA GPU every arm becomes one graph, replayed so often that a measurement lasts ``seconds_each`` (launch gaps between
-    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts. progress: called after each measurement.
+    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts. before: called ahead of each measurement,
+    untimed, to put back what the calls change. progress: called after each measurement.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -70,6 +71,8 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, progress=None):
     samples = {name: [] for name in arms}
     for _ in range(repeats):
         for name, run in runs.items():
+            if before:
+                before()
             per_call = measure(run, replays[name]) / replays[name] / len(arms[name])
             samples[name].append(per_call * 1e6)
             if progress:

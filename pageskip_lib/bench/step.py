@@ -1,0 +1,190 @@
+"""The skipping path: the sparse kernel alone, and the whole step with selection inside, against dense attention."""
+
+import torch
+
+from ..decode import DecodeStep
+from ..dense import decode_workspace, dense_decode
+from ..merge import Workspace
+from ..runtime import card, default_device
+from ..scores import page_scores
+from ..selection import Budget, PageList, select_pages
+from ..sparse import sparse_decode
+from .ceilings import READ, read_once
+from .dense import DTYPES, HEADS, REPEATS, make_sets, views
+from .peers import OURS, arms, versions
+from .timing import copies_to_outgrow, sm_clock, time_arms
+
+PAGE, BUDGET = 64, Budget(pages=32)
+SHAPES = {
+    "cuda": [(batch, tokens) for batch in (1, 8, 32) for tokens in (1024, 2048, 4096, 8192, 16384, 65536, 131072)],
+    "cpu": [(1, 4096), (1, 16384), (1, 65536)],
+}
+SPARE = 2048  # tokens of room behind the context: every replay of the step appends one
+STEP, SPARSE = "pageskip step", "pageskip sparse"
+
+
+def step_bytes(batch, tokens, heads, itemsize, budget=BUDGET, page_size=PAGE):
+    """What a step must read: the summaries of every page, and the listed pages of keys and values."""
+    _, kv_heads, dim = heads
+    pages = -(-tokens // page_size)
+    listed = min(budget.pages, pages) * page_size
+    return batch * kv_heads * dim * itemsize * 2 * (pages + min(listed, tokens))
+
+
+def random_pages(batch, kv_heads, pages, wanted, device):
+    """A ``PageList`` of ``wanted`` random pages of each KV head, ascending."""
+    chosen = torch.rand(batch, kv_heads, pages, device=device).topk(min(wanted, pages), dim=-1).indices.sort(dim=-1).values.int()
+    return PageList(pages=chosen, counts=torch.full((batch, kv_heads), chosen.shape[-1], dtype=torch.int32, device=device))
+
+
+def _row(heads, dtype, batch, tokens):
+    return dict(
+        heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."), batch=batch, tokens=tokens,
+        page_size=PAGE, budget_pages=BUDGET.pages,
+    )  # fmt: skip
+
+
+def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
+    """Rows of one shape: the whole step, its parts alone, dense decode, SDPA, and a streaming read of the bytes that the step touches."""
+    query_heads, kv_heads, dim = heads
+    touched = step_bytes(batch, tokens, heads, dtype.itemsize)
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens + SPARE, dtype, device)
+    whole, steps, dense = [], [], []
+    full = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    for q, kv in sets:
+        k, v = views(kv, tokens_first=False)
+        step = DecodeStep(k, v, full.clone(), BUDGET, heads=query_heads, page_size=PAGE)
+        step.q.copy_(q)
+        step.k_new.copy_(k[:, :, 0])
+        step.v_new.copy_(v[:, :, 0])
+        steps.append(step)
+        dense.append((q, k[:, :, :tokens], v[:, :, :tokens]))
+        whole.append(torch.empty(touched // dtype.itemsize, dtype=dtype, device=device).normal_())
+    out, scores, lists = torch.zeros((), device=device), [], []
+    for step in steps:
+        scores.append(page_scores(step.q, step.summary))
+        lists.append(select_pages(scores[-1], BUDGET, step.lengths, PAGE))
+    calls = {READ: [lambda x=x: read_once(x, out) for x in whole], STEP: [step._run for step in steps]}
+    if steps[0].selects:
+        calls["score"] = [lambda s=s: page_scores(s.q, s.summary) for s in steps]
+        calls["select"] = [lambda s=s, x=x: select_pages(x, BUDGET, s.lengths, PAGE) for s, x in zip(steps, scores)]
+        calls["attend"] = [
+            lambda s=s, p=p: sparse_decode(s.q, s.k, s.v, p, page_size=PAGE, lengths=s.lengths, workspace=s.workspace)
+            for s, p in zip(steps, lists)
+        ]
+    for arm in arms(device, dtype):
+        if arm.name == OURS:
+            spaces = [Workspace(step.q, step.workspace.splits) for step in steps]
+            calls[OURS] = [lambda i=i, w=w: dense_decode(*i, workspace=w) for i, w in zip(dense, spaces)]
+        elif arm.name.startswith("SDPA"):
+            calls[arm.name] = arm.calls(dense)
+
+    def rewind():
+        for step in steps:
+            step.lengths.copy_(full)
+
+    times = time_arms(calls, repeats=REPEATS, before=rewind, progress=progress)
+    baseline = times.get("SDPA flash") or times["SDPA"]
+    return [
+        _row(heads, dtype, batch, tokens) | dict(
+            arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3), bytes_touched=touched,
+            speed_up=round(baseline.median / time.median, 3), sm_mhz=sm_clock(),
+        )
+        for name, time in times.items()
+    ]  # fmt: skip
+
+
+def _flashinfer_on(lists, sets, batch, tokens):
+    """FlashInfer's paged decode on the same pages: every KV head of a sequence reads the list of its first one."""
+    import flashinfer
+
+    q, kv = sets[0]
+    kv_heads, dim, pages = kv.shape[2], kv.shape[-1], tokens // PAGE
+    wanted = lists[0].pages.shape[-1]
+    calls = []
+    for (q, kv), listed in zip(sets, lists):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(64 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
+        )
+        first = torch.arange(batch, dtype=torch.int32, device=q.device)
+        wrapper.plan(
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * wanted, (listed.pages[:, 0] + first[:, None] * pages).flatten(),
+            torch.full_like(first, PAGE), q.shape[1], kv_heads, dim, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype,
+        )  # fmt: skip
+        paged = tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, kv_heads, dim) for x in views(kv, tokens_first=True))
+        calls.append(lambda wrapper=wrapper, q=q, paged=paged: wrapper.run(q, paged))
+    return calls
+
+
+def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
+    """Rows of one shape for the kernel alone: random pages (the same for every KV head), FlashInfer on them, a plain read of their bytes."""
+    _, kv_heads, dim = heads
+    listed = min(BUDGET.pages * PAGE, tokens)
+    touched = 2 * batch * kv_heads * listed * dim * dtype.itemsize
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens, dtype, device)
+    lists = []
+    for _ in sets:
+        one = random_pages(batch, 1, tokens // PAGE, BUDGET.pages, device)
+        lists.append(PageList(one.pages.repeat(1, kv_heads, 1), one.counts.repeat(1, kv_heads)))
+    whole, out = [torch.randn(touched // dtype.itemsize, dtype=dtype, device=device) for _ in sets], torch.zeros((), device=device)
+    spaces = [decode_workspace(q, kv[0]) for q, kv in sets]
+    calls = {
+        READ: [lambda x=x: read_once(x, out) for x in whole],
+        SPARSE: [
+            lambda q=q, kv=kv, p=p, w=w: sparse_decode(q, *views(kv, tokens_first=True), p, page_size=PAGE, workspace=w)
+            for (q, kv), p, w in zip(sets, lists, spaces)
+        ],
+    }
+    if device == "cuda" and "FlashInfer" in versions():
+        calls["FlashInfer paged"] = _flashinfer_on(lists, sets, batch, tokens)
+    times = time_arms(calls, repeats=REPEATS, progress=progress)
+    return [
+        _row(heads, dtype, batch, tokens) | dict(
+            arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3), bytes_touched=touched,
+            share_of_read=round(times[READ].median / time.median, 4), sm_mhz=sm_clock(),
+        )
+        for name, time in times.items()
+    ]  # fmt: skip
+
+
+def _run(measure, heads, shapes, progress):
+    device = default_device()
+    dtype, rows = DTYPES[device][0], []
+    for shape in heads or HEADS:
+        for batch, tokens in shapes or SHAPES[device]:
+            rows += measure(shape, batch, tokens, dtype, device, progress)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    graph = ", in one CUDA graph" if device == "cuda" else ", eager, wall clock"
+    return rows, dict(method=f"median of {REPEATS}, arms interleaved, rotated past 3x L2, random keys{graph}")
+
+
+def run_sparse(*, heads=None, shapes=None, progress=lambda: None):
+    """Measure the sparse kernel alone at every shape. Returns (rows, settings); a row as ``measure_sparse`` makes it."""
+    return _run(measure_sparse, heads, shapes, progress)
+
+
+def run_step(*, heads=None, shapes=None, progress=lambda: None):
+    """Measure the whole step at every shape. Returns (rows, settings).
+
+    A row: heads, kv_heads, head_dim, dtype, batch, tokens, page_size, budget_pages, arm, microseconds with low and high quartile,
+    bytes_touched (by the step), speed_up (over SDPA's flash backend in the same run), sm_mhz. Each step appends a token, so the lengths
+    grow during a measurement and are put back before the next.
+    """
+    return _run(measure_step, heads, shapes, progress)
+
+
+def table(rows):
+    """One line a shape, a column an arm; then the speed-up over SDPA's flash backend where it ran, and a plain read's time over ours."""
+    ours = STEP if any(row["arm"] == STEP for row in rows) else SPARSE
+    names, lines = list(dict.fromkeys(row["arm"] for row in rows)), []
+    for heads in dict.fromkeys((row["heads"], row["kv_heads"], row["head_dim"], row["dtype"]) for row in rows):
+        block = [row for row in rows if (row["heads"], row["kv_heads"], row["head_dim"], row["dtype"]) == heads]
+        lines.append(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {heads[3]}, page {PAGE}, {BUDGET.pages} pages, microseconds")
+        lines.append(f"{'B x T':>12}" + "".join(f"{name:>17}" for name in names) + f"{'speed-up':>10}{'read/ours':>11}")
+        for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in block):
+            took = {row["arm"]: row for row in block if (row["batch"], row["tokens"]) == (batch, tokens)}
+            cells = "".join(f"{took[name]['microseconds']:>17.1f}" if name in took else f"{'-':>17}" for name in names)
+            share = took[READ]["microseconds"] / took[ours]["microseconds"]
+            lines.append(f"{f'{batch} x {tokens}':>12}{cells}{took[ours].get('speed_up', float('nan')):>10.2f}{share:>11.2f}")
+    return "\n".join(lines)

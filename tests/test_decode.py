@@ -1,0 +1,131 @@
+"""The whole step: what it appends, what it selects, and that a captured one does the same at every length."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pageskip_lib import Budget, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
+from pageskip_lib.decode import CacheFull, DecodeStep
+
+from helpers import each_backend, int32, randn, same_bits
+
+BUDGET = Budget(pages=4, sink=1, local=2)
+
+
+def make_step(lengths, *, tokens=256, heads=4, kv_heads=2, dim=64, budget=BUDGET, page_size=16, dtype=torch.float32, device="cpu", backend="torch"):
+    """A step over a cache that is full of random numbers, past the lengths too."""
+    k, v = (randn(len(lengths), kv_heads, tokens, dim, seed=seed, dtype=dtype, device=device) for seed in (1, 2))
+    return DecodeStep(k, v, int32(lengths, device), budget, heads=heads, page_size=page_size, backend=backend)
+
+
+def token(step, seed):
+    """q, k_new, v_new for one call."""
+    shapes = (step.q.shape, step.k_new.shape, step.v_new.shape)
+    return [randn(*shape, seed=seed * 10 + n, dtype=step.q.dtype, device=step.q.device) for n, shape in enumerate(shapes)]
+
+
+def expected(step, q):
+    """The same step by separate calls on the cache as it is now, summaries rebuilt from the keys."""
+    summary = summarize_pages(step.k, step.page_size, lengths=step.lengths, backend=step.backend)
+    pages = select_pages(page_scores(q, summary, group=step.group, backend=step.backend), step.budget, step.lengths, step.page_size)
+    return sparse_decode(q, step.k, step.v, pages, page_size=step.page_size, lengths=step.lengths, backend=step.backend)
+
+
+@each_backend
+def test_steps_across_page_boundaries_equal_a_rebuild(backend, device):
+    """Cases G1 and E7: the first token of a page resets its summary, later ones merge, and the newest page is always read."""
+    step = make_step([0, 15, 130], device=device, backend=backend)
+    for n in range(36):
+        q, k_new, v_new = token(step, n)
+        before = step.lengths.clone()
+        out = step(q, k_new, v_new)
+        assert (step.lengths == before + 1).all()
+        for row, length in enumerate(before.tolist()):
+            assert torch.equal(step.k[row, :, length], k_new[row]) and torch.equal(step.v[row, :, length], v_new[row])
+        rebuilt = summarize_pages(step.k, step.page_size, lengths=step.lengths, backend="torch")
+        held = torch.arange(16, device=device) * 16 < step.lengths[:, None]
+        for mine, truth in ((step.summary.kmin, rebuilt.kmin), (step.summary.kmax, rebuilt.kmax)):
+            assert torch.equal(mine.movedim(2, 1)[held], truth.movedim(2, 1)[held])
+        assert same_bits(out, expected(step, q))
+
+
+@each_backend
+def test_a_cache_within_the_budget_is_read_whole(backend, device):
+    """Case F4: with pages to spare the step is dense decode, bit for bit."""
+    for budget, selects in ((Budget(pages=16), False), (Budget(pages=15), True)):
+        step = make_step([100, 3], budget=budget, device=device, backend=backend)
+        q, k_new, v_new = token(step, 0)
+        out = step(q, k_new, v_new)
+        assert step.selects == selects
+        assert same_bits(out, dense_decode(q, step.k, step.v, lengths=step.lengths, backend=backend))
+
+
+@each_backend
+def test_a_full_cache_refuses_and_loses_nothing(backend, device):
+    step = make_step([254, 7], device=device, backend=backend)
+    step(*token(step, 0))
+    step(*token(step, 1))
+    kept = [x.clone() for x in (step.k, step.v, step.lengths, step.summary.kmin, step.summary.kmax, step.q)]
+    with pytest.raises(CacheFull, match="256 tokens"):
+        step(*token(step, 2))
+    for before, now in zip(kept, (step.k, step.v, step.lengths, step.summary.kmin, step.summary.kmax, step.q)):
+        assert torch.equal(before, now)
+    step.set_lengths(int32([100, 9], device))
+    step(*token(step, 2))
+    assert step.lengths.tolist() == [101, 10]
+
+
+@each_backend
+def test_going_back_forgets_the_keys_that_were_dropped(backend, device):
+    """A page that is cut gets a summary of what is left, not of what it once held."""
+    step = make_step([20], device=device, backend=backend)
+    q, k_new, v_new = token(step, 0)
+    step(q, k_new + 100, v_new)
+    step.set_lengths(int32([20], device))
+    assert step.summary.kmax.max() < 50
+    assert same_bits(step(q, k_new, v_new), expected(step, q))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3), steps=st.integers(1, 20), page_size=st.sampled_from([16, 32, 64]))
+def test_any_run_of_steps_equals_a_rebuild(lengths, steps, page_size):
+    step = make_step(lengths, tokens=96, page_size=page_size, budget=Budget(pages=1, sink=0, local=1))
+    for n in range(steps):
+        q, k_new, v_new = token(step, n)
+        out = step(q, k_new, v_new)
+    assert same_bits(out, expected(step, q))
+
+
+def test_wrong_tokens_are_refused_before_anything_is_written(device):
+    step = make_step([20], device=device)
+    q, k_new, v_new = token(step, 0)
+    for wrong in ((q[:, :2], k_new, v_new), (q, k_new.double(), v_new), (q, k_new, None)):
+        with pytest.raises(ValueError, match="must be a tensor of shape"):
+            step(*wrong)
+    assert step.lengths.tolist() == [20] and step.room == 236
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match="CUDA graph needs tensors on a CUDA GPU"):
+            step.capture()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_captured_step_equals_an_eager_one_at_every_length(dtype, device):
+    """Cases D9, E1, E2, E5 and E6: growing, shrinking, short of the budget and past it, from one graph, and no new memory."""
+    make = lambda: make_step([5, 700], tokens=4096, budget=Budget(pages=8), dtype=dtype, device=device, backend="triton")  # noqa: E731
+    eager, captured = make(), make().capture()
+    assert captured.lengths.tolist() == [5, 700]
+    for n, lengths in enumerate([None, [100, 4000], [0, 0], [127, 128], [3000, 1]]):
+        for step in (eager, captured):
+            if lengths:
+                step.set_lengths(int32(lengths, device))
+        for _ in range(20):
+            given = token(eager, n)
+            assert same_bits(eager(*given), captured(*given))
+        assert torch.equal(eager.lengths, captured.lengths)
+    given, before = token(captured, 99), torch.cuda.memory_allocated()
+    captured.set_lengths(int32([10, 10], device))
+    for _ in range(1000):
+        captured(*given)
+    assert torch.cuda.memory_allocated() <= before + 2 * captured.summary.kmin.nbytes
