@@ -2,15 +2,28 @@
 
 Forced pages: the first page (the attention sink: Xiao et al., "Efficient Streaming Language Models with Attention
 Sinks", arXiv 2309.17453) and the newest ones, where the current token sits. They count inside the budget.
+
+The kernel sorts nothing. What fits the budget is every page whose score reaches some threshold, so one program per sequence and KV
+head, which keeps the whole row in registers, searches for the threshold and then writes the pages out in page order, which is
+ascending by itself. fp32 scores become 32-bit keys with the same order, and every pass counts the keys at or above a few evenly
+spaced thresholds at once: with 4 of them the interval that holds the answer shrinks to a fifth a pass. It starts at the lowest and
+highest score of the row, which agree in their upper bits, and it ends as soon as some threshold lets exactly the free places
+through, so a row of 1,024 distinct scores takes about 6 passes, and the worst case, ties at the threshold, 14. Ties need no
+pass of their own: a single prefix sum over both classes, above the threshold and at it, yields each page's place in the list.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from .checks import check_lengths, check_page_size, check_tensor, page_count
+from .checks import check_lengths, check_page_size, check_tensor, page_count, shape_of
+from .runtime import resolve_backend, tl, triton
+from .tiles import valid_length
 
 LOCAL_TOKENS = 64  # what Budget.for_tokens keeps for sure of the newest text
+MAX_PAGES = 32768  # of a row that the kernel takes: it counts pages in 16 bits
+THRESHOLDS = 4  # counted per pass, a power of two: the interval shrinks to 1 / (THRESHOLDS + 1), for so many compares a key
+KEYS_PER_THREAD = 16  # more of them mean fewer warps to wait for one another at each count
 
 
 @dataclass(frozen=True)
@@ -63,32 +76,151 @@ class PageList:
         return cls(*(torch.tensor(part, dtype=torch.int32, device=device) for part in (padded, counts)))
 
 
-def select_pages(scores, budget, lengths, page_size):
+@triton.jit
+def _select_kernel(
+    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head, s_page,
+    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, THRESHOLDS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // kv_heads
+    page = tl.arange(0, BLOCK_N)
+    at = batch * s_batch + (row % kv_heads) * s_head + page.to(tl.int64) * s_page
+    score = tl.load(scores_ptr + at, mask=page < pages, other=float("-inf"))
+    held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
+    budget = capacity
+    if row_budgets_ptr is not None:
+        budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
+    free = budget - tl.minimum(sink + local, held)  # places that scores decide; below 0 never, as a Budget holds its forced pages
+    forced = ((page < sink) | (page >= held - local)) & (page < held)
+    rivals = (score > float("-inf")) & (page < held) & ~forced  # False for NaN too
+
+    # Sign and magnitude become one unsigned number with the order of the scores: -0.0 equals 0.0, and no key of a rival is 0.
+    bits = score.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(bits > magnitude, 0x80000000 - magnitude, 0x80000000 + magnitude)
+    low = tl.min(tl.where(rivals, key, 0xFF800000), axis=0)  # the key of +inf: without rivals low > high, and nothing is searched
+    key = tl.where(rivals, key, 0)
+    high = tl.max(key, axis=0) + 1
+
+    # All along, fewer than ``free`` keys reach ``high`` (``above`` of them), and as many or more reach ``low`` (``reach``), or all do.
+    reach = held - tl.minimum(sink + local, held)
+    above = 0
+    step_of = 1 + tl.arange(0, THRESHOLDS).to(tl.uint32)
+    while (free > 0) & (reach > free) & (high > low + 1):
+        step = (high - low + THRESHOLDS) // (THRESHOLDS + 1)
+        counts = tl.sum((key[None, :] >= (low + step_of * step)[:, None]).to(tl.int32), axis=1)
+        enough = counts >= free
+        passed = tl.sum(enough.to(tl.uint32), axis=0)
+        reach = tl.min(tl.where(enough, counts, reach), axis=0)
+        above = tl.maximum(above, tl.max(tl.where(enough, 0, counts), axis=0))
+        high = tl.minimum(high, low + (passed + 1) * step)
+        low += passed * step
+
+    # One prefix sum for two counts: pages surely in, in the low 16 bits, and pages at the threshold, in the high ones.
+    sure = forced | (key >= high)
+    tied = (key >= low) & (key < high)
+    both = sure.to(tl.uint32) + (tied.to(tl.uint32) << 16)
+    before = tl.cumsum(both, axis=0) - both
+    total = tl.sum(both, axis=0)
+    places = (free - above).to(tl.uint32)
+    taken = sure | (tied & ((before >> 16) < places))
+    slot = (before & 0xFFFF) + tl.minimum(before >> 16, places)
+    count = ((total & 0xFFFF) + tl.minimum(total >> 16, places)).to(tl.int32)
+    tl.store(pages_ptr + row * capacity + slot, page, mask=taken)
+    for start in range(count, capacity, BLOCK_N):
+        tl.store(pages_ptr + row * capacity + start + page, -1, mask=start + page < capacity)
+    tl.store(counts_ptr + row, count)
+
+
+def select_shape(pages):
+    """The constants and options of the launch for rows of so many scores."""
+    block = max(32, triton.next_power_of_2(pages))
+    return dict(BLOCK_N=block, THRESHOLDS=THRESHOLDS, num_warps=max(1, min(16, block // (32 * KEYS_PER_THREAD))))
+
+
+def _select_torch(scores, budget, lengths, page_size, row_budgets):
+    """The same pages by sorting; returns (pages, counts) as the fields of a ``PageList``."""
+    pages = scores.shape[2]
+    page = torch.arange(pages, device=scores.device)
+    held = page_count(lengths.clamp(0, pages * page_size), page_size)[:, None, None]
+    forced = (page < budget.sink) | (page >= held - budget.local)
+    # In fp64 there is a number above every fp32 score for +inf, and infinity itself is left for the forced pages.
+    ranked = scores.double().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float64).max, neginf=float("-inf"))
+    ranked = ranked.masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
+    # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True)
+    best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]
+    kept = value > float("-inf")
+    if row_budgets is not None:
+        kept &= page[: budget.pages] < row_budgets.clamp(budget.sink + budget.local, budget.pages)[:, None, None]
+    best = torch.where(kept, best, pages).sort(dim=-1).values.to(torch.int32)
+    best = torch.nn.functional.pad(best.masked_fill(best == pages, -1), (0, budget.pages - best.shape[-1]), value=-1)
+    return best, kept.sum(-1, dtype=torch.int32)
+
+
+def _check_row_budgets(row_budgets, batch, device):
+    check_tensor("row_budgets", row_budgets, "B")
+    if row_budgets.shape[0] != batch:
+        raise ValueError(f"row_budgets must have one entry for each of the {batch} sequences, got {row_budgets.shape[0]}.")
+    if row_budgets.dtype != torch.int32:
+        raise TypeError(f"row_budgets must be int32, got {row_budgets.dtype}.")
+    if row_budgets.device != device:
+        raise ValueError(f"row_budgets must be on {device}, got {row_budgets.device}.")
+
+
+def _check_out(out, scores, capacity):
+    if not isinstance(out, PageList):
+        raise TypeError(f"out must be a PageList, got {type(out).__name__}.")
+    for name, tensor, shape in (("pages", out.pages, (*scores.shape[:2], capacity)), ("counts", out.counts, scores.shape[:2])):
+        check_tensor(f"out.{name}", tensor, ", ".join(("B", "Hkv", "K")[: len(shape)]))
+        if tensor.shape != tuple(shape):
+            raise ValueError(f"out.{name} must have shape {list(shape)}, got {shape_of(tensor)}.")
+        if tensor.dtype != torch.int32 or tensor.device != scores.device:
+            raise TypeError(f"out.{name} must be int32 on {scores.device}, got {tensor.dtype} on {tensor.device}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"out.{name} must be contiguous, got strides {tensor.stride()}.")
+
+
+def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=None, backend="auto"):
     """Pick the pages to read: forced pages first, then the best scores, lowest page first among equals.
 
-    scores: [B, Hkv, N] fp32 (more columns than pages held are fine; a score of -inf is never picked, unless forced).
-    budget: a ``Budget``. lengths: [B] int32 on scores' device. page_size: 16, 32, 64 or 128.
-    Returns a ``PageList`` with K = budget.pages columns: min(K, pages held) pages each, and all of them when they fit.
+    scores: [B, Hkv, N] fp32 of any strides (more columns than pages held are fine). A score of -inf or NaN is never picked, unless
+    forced; +inf is the best score and comes after the forced pages; -0.0 and 0.0 are equal. budget: a ``Budget``. lengths: [B] int32 on
+    scores' device, or None when every page is held. page_size: 16, 32, 64 or 128. row_budgets: [B] int32 on scores' device, each
+    sequence's own K, kept between sink + local and budget.pages; without it every sequence has budget.pages.
+    out: a ``PageList`` to write into, contiguous, [B, Hkv, budget.pages] and [B, Hkv].
 
-    Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph.
+    Returns a ``PageList`` with budget.pages columns (``out`` if given): min(K, pages held) pages each, and all of them when they fit.
+    Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph. Triton makes it
+    one launch and allocates nothing but the result; it takes up to 32,768 pages.
+    Raises ValueError or TypeError for what does not fit.
     """
     check_tensor("scores", scores, "B, Hkv, N")
     check_page_size(page_size)
     if not isinstance(budget, Budget):
         raise TypeError(f"budget must be a Budget, got {type(budget).__name__}.")
-    if not scores.is_floating_point():
-        raise TypeError(f"scores must be a float tensor, got {scores.dtype}.")
+    if scores.dtype != torch.float32:
+        raise TypeError(f"scores must be float32, got {scores.dtype}.")
     batch, kv_heads, pages = scores.shape
-    lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
-    page = torch.arange(pages, device=scores.device)
-    held = page_count(lengths, page_size)[:, None, None]
-    forced = (page < budget.sink) | (page >= held - budget.local)
-    # Clamped, so that a score of +inf cannot push a forced page out.
-    ranked = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
-    # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
-    order = torch.sort(ranked, dim=-1, descending=True, stable=True)
-    best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]
-    best = torch.where(value > float("-inf"), best, pages).sort(dim=-1).values.to(torch.int32)
-    counts = (best < pages).sum(-1, dtype=torch.int32)
-    best = torch.nn.functional.pad(best.masked_fill(best == pages, -1), (0, budget.pages - best.shape[-1]), value=-1)
-    return PageList(pages=best, counts=counts)
+    if lengths is not None:
+        lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
+    if row_budgets is not None:
+        _check_row_budgets(row_budgets, batch, scores.device)
+    if out is not None:
+        _check_out(out, scores, budget.pages)
+    backend = resolve_backend(backend, scores)
+    if backend == "triton" and pages > MAX_PAGES:
+        raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
+    if out is None:
+        shape = batch, kv_heads, budget.pages
+        out = PageList(*(torch.empty(size, dtype=torch.int32, device=scores.device) for size in (shape, shape[:2])))
+    if backend == "torch":
+        lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
+        found = _select_torch(scores, budget, lengths, page_size, row_budgets)
+        out.pages.copy_(found[0]), out.counts.copy_(found[1])
+    elif batch * kv_heads:
+        _select_kernel[(batch * kv_heads,)](
+            scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts, *scores.stride(),
+            kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages),
+        )  # fmt: skip
+    return out
