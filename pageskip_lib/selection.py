@@ -22,7 +22,7 @@ from .tiles import valid_length
 
 LOCAL_TOKENS = 64  # what Budget.for_tokens keeps for sure of the newest text
 MAX_PAGES = 32768  # of a row that the kernel takes: it counts pages in 16 bits
-THRESHOLDS = 4  # counted per pass, a power of two: the interval shrinks to 1 / (THRESHOLDS + 1), for so many compares a key
+PAIRS = 1  # of thresholds that a pass counts: the interval shrinks to 1 / (2 * PAIRS + 1)
 KEYS_PER_THREAD = 16  # more of them mean fewer warps to wait for one another at each count
 
 
@@ -77,20 +77,40 @@ class PageList:
 
 
 @triton.jit
+def _narrow(threshold, count, budget, low, high, reach, above):
+    """What is known once ``count`` keys are seen to reach ``threshold``: it is the new low, or else perhaps the new high."""
+    enough = count >= budget
+    low = tl.where(enough, threshold, low)
+    reach = tl.where(enough, count, reach)
+    high = tl.where(enough, high, tl.minimum(high, threshold))
+    above = tl.where(enough, above, tl.maximum(above, count))
+    return low, high, reach, above
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of each 32-bit word are 1."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word += word >> 8
+    return (word + (word >> 16)) & 0x3F
+
+
+@triton.jit(do_not_specialize=["s_batch", "s_head"])
 def _select_kernel(
-    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head, s_page,
-    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, THRESHOLDS: tl.constexpr,
+    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
+    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // kv_heads
-    page = tl.arange(0, BLOCK_N)
-    at = batch * s_batch + (row % kv_heads) * s_head + page.to(tl.int64) * s_page
-    score = tl.load(scores_ptr + at, mask=page < pages, other=float("-inf"))
+    page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    score = tl.load(scores_ptr + batch * s_batch + (row % kv_heads) * s_head + page, mask=page < pages, other=float("-inf"))
     held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
     budget = capacity
     if row_budgets_ptr is not None:
         budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
-    free = budget - tl.minimum(sink + local, held)  # places that scores decide; below 0 never, as a Budget holds its forced pages
+    tl.debug_barrier()  # or else the compiler, short of predicates, would wait for some scores before it asks for the next
     forced = ((page < sink) | (page >= held - local)) & (page < held)
     rivals = (score > float("-inf")) & (page < held) & ~forced  # False for NaN too
 
@@ -98,44 +118,59 @@ def _select_kernel(
     bits = score.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(bits > magnitude, 0x80000000 - magnitude, 0x80000000 + magnitude)
-    low = tl.min(tl.where(rivals, key, 0xFF800000), axis=0)  # the key of +inf: without rivals low > high, and nothing is searched
+    low = tl.min(tl.where(rivals, key, 0xFF800000))  # the key of +inf: without rivals low > high, and nothing is searched
     key = tl.where(rivals, key, 0)
-    high = tl.max(key, axis=0) + 1
+    high = tl.max(key) + 1
+    key = tl.where(forced, 0xFFFFFFFF, key)
 
-    # All along, fewer than ``free`` keys reach ``high`` (``above`` of them), and as many or more reach ``low`` (``reach``), or all do.
-    reach = held - tl.minimum(sink + local, held)
-    above = 0
-    step_of = 1 + tl.arange(0, THRESHOLDS).to(tl.uint32)
-    while (free > 0) & (reach > free) & (high > low + 1):
-        step = (high - low + THRESHOLDS) // (THRESHOLDS + 1)
-        counts = tl.sum((key[None, :] >= (low + step_of * step)[:, None]).to(tl.int32), axis=1)
-        enough = counts >= free
-        passed = tl.sum(enough.to(tl.uint32), axis=0)
-        reach = tl.min(tl.where(enough, counts, reach), axis=0)
-        above = tl.maximum(above, tl.max(tl.where(enough, 0, counts), axis=0))
-        high = tl.minimum(high, low + (passed + 1) * step)
-        low += passed * step
+    # All along, fewer keys than the budget reach ``high`` (``above`` of them), and at least the budget reach ``low`` (``reach``).
+    # Only at the start can it be otherwise: no place left beside the forced pages, or no more pages than places.
+    above = tl.minimum(sink + local, held)
+    reach = held
+    while (above < budget) & (reach > budget) & (high > low + 1):
+        start = low
+        step = (high - low + 2 * PAIRS) // (2 * PAIRS + 1)
+        for pair in tl.static_range(PAIRS):
+            first = start + (2 * pair + 1) * step
+            second = first + step
+            both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
+            low, high, reach, above = _narrow(first, (both & 0xFFFF).to(tl.int32), budget, low, high, reach, above)
+            low, high, reach, above = _narrow(second, (both >> 16).to(tl.int32), budget, low, high, reach, above)
 
-    # One prefix sum for two counts: pages surely in, in the low 16 bits, and pages at the threshold, in the high ones.
-    sure = forced | (key >= high)
-    tied = (key >= low) & (key < high)
-    both = sure.to(tl.uint32) + (tied.to(tl.uint32) << 16)
+    # From here on a page is a bit: one word for 32 pages says which of them are surely in, and one which are at the threshold.
+    # Gathered in their own order, which hands every thread words of its own; the sums leave each word with all threads of a warp.
+    word = tl.arange(0, BLOCK_N // 32)
+    bit = (tl.zeros([32], tl.uint32) + 1) << tl.arange(0, 32).to(tl.uint32)
+    sure = tl.gather(tl.sum(tl.where(key >= high, bit[None, :], 0), axis=1), word, axis=0)
+    tied = tl.gather(tl.sum(tl.where((key >= low) & (key < high), bit[None, :], 0), axis=1), word, axis=0)
+    both = _ones(sure) + (_ones(tied) << 16)
     before = tl.cumsum(both, axis=0) - both
     total = tl.sum(both, axis=0)
-    places = (free - above).to(tl.uint32)
-    taken = sure | (tied & ((before >> 16) < places))
-    slot = (before & 0xFFFF) + tl.minimum(before >> 16, places)
+    places = (budget - above).to(tl.uint32)
     count = ((total & 0xFFFF) + tl.minimum(total >> 16, places)).to(tl.int32)
-    tl.store(pages_ptr + row * capacity + slot, page, mask=taken)
+    seen = before >> 16  # pages at the threshold so far: the first of them have a place
+    slot = (before & 0xFFFF) + tl.minimum(seen, places)
+    rest = sure | tied
+    for _ in range(tl.max(_ones(rest), axis=0).to(tl.int32)):
+        others = rest & (tl.maximum(rest, 1) - 1)
+        lowest = rest ^ others
+        is_tied = (tied & lowest) != 0
+        taken = (rest != 0) & (~is_tied | (seen < places))
+        number = (lowest.to(tl.float32).to(tl.uint32, bitcast=True) >> 23).to(tl.int32) - 127  # the exponent of 2^i is i
+        tl.store(pages_ptr + row * capacity + slot, word * 32 + number, mask=taken)
+        slot += taken.to(tl.uint32)
+        seen += is_tied.to(tl.uint32)
+        rest = others
+    padding = tl.arange(0, BLOCK_N)
     for start in range(count, capacity, BLOCK_N):
-        tl.store(pages_ptr + row * capacity + start + page, -1, mask=start + page < capacity)
+        tl.store(pages_ptr + row * capacity + start + padding, -1, mask=start + padding < capacity)
     tl.store(counts_ptr + row, count)
 
 
 def select_shape(pages):
     """The constants and options of the launch for rows of so many scores."""
     block = max(32, triton.next_power_of_2(pages))
-    return dict(BLOCK_N=block, THRESHOLDS=THRESHOLDS, num_warps=max(1, min(16, block // (32 * KEYS_PER_THREAD))))
+    return dict(BLOCK_N=block, PAIRS=PAIRS, num_warps=max(1, min(16, block // (32 * KEYS_PER_THREAD))))
 
 
 def _select_torch(scores, budget, lengths, page_size, row_budgets):
@@ -220,7 +255,7 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
         out.pages.copy_(found[0]), out.counts.copy_(found[1])
     elif batch * kv_heads:
         _select_kernel[(batch * kv_heads,)](
-            scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts, *scores.stride(),
-            kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages),
+            scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts,
+            *scores.stride()[:2], kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages),
         )  # fmt: skip
     return out

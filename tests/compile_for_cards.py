@@ -61,7 +61,7 @@ INTS = ("lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
 FLOATS = ("scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr")
 TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
-STRIDES = {f"{name}_{axis}" for name in "qkvs" for axis in ("batch", "head", "token")}
+STRIDES = {f"{name}_{axis}" for name in "qkv" for axis in ("batch", "head", "token")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
 ROW_PAGES = (64, 1024, 4096, 16384)
 COLUMNS = "target kernel dtype D G PAGE BLOCK_D BLOCK_G BLOCK_N TILE num_warps num_stages registers local shared room".split()
@@ -95,8 +95,8 @@ def launches(target, everything=False):
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
         found.append((target, "read", dtype, dict(BLOCK=ceilings.read_once.__defaults__[0])))
-    # The kernel is compiled anew for a stride or a sink of 1: both usual, as one score follows the other.
-    found += [(target, "select", torch.float32, dict(PAGE=16, s_page=1, sink=1) | selection.select_shape(pages)) for pages in ROW_PAGES]
+    # The usual sink of 1 is a constant by itself.
+    found += [(target, "select", torch.float32, dict(PAGE=16, sink=1) | selection.select_shape(pages)) for pages in ROW_PAGES]
     return list({str(launch): launch for launch in found}.values())
 
 
