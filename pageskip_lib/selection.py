@@ -5,11 +5,11 @@ Sinks", arXiv 2309.17453) and the newest ones, where the current token sits. The
 
 The kernel sorts nothing. What fits the budget is every page whose score reaches some threshold, so one program per sequence and KV
 head keeps its row of scores in registers and searches for the threshold: fp32 scores become 32-bit keys of the same order, and
-each pass counts the keys at or above two thresholds that cut the interval in three, both counts in one sum, since what a pass costs
-is mostly the wait for that sum. The interval starts between the lowest and the highest key of the row, and the search ends once a threshold
-lets exactly the budget through: after 6 to 9 passes on average for 1,024 normal scores and 32 pages, and 21 at most, as ties at
-the threshold need. Then a page is a bit, 32 to a word, so that prefix sums run over words and each thread writes the pages of its own
-words, in page order: the list is ascending by itself, and among equals the lowest pages are the first to find a place.
+each pass counts the keys at or above two thresholds, which cut the interval in three; both counts are one sum, so a pass has one
+sum to wait for. The interval begins as the lowest to the highest key of the row, and the search ends once a threshold lets exactly
+the budget through: after 6 to 9 passes on average for 1,024 normal scores and 32 pages, and 21 at most, as ties at the threshold
+need. Then a page is a bit, 32 to a word, so that prefix sums run over words and each thread writes the pages of its own words, in
+page order: the list is ascending by itself, and among equals the lowest pages are the first to find a place.
 """
 
 from dataclasses import dataclass
@@ -219,10 +219,10 @@ def _check_out(out, scores, capacity):
 def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=None, backend="auto"):
     """Pick the pages to read: forced pages first, then the best scores, lowest page first among equals.
 
-    scores: [B, Hkv, N] fp32, last dimension contiguous (more columns than pages held are fine). A score of -inf or NaN is never picked, unless
-    forced; +inf is the best score and comes after the forced pages; -0.0 and 0.0 are equal. budget: a ``Budget``. lengths: [B] int32 on
-    scores' device, or None when every page is held. page_size: 16, 32, 64 or 128. row_budgets: [B] int32 on scores' device, each
-    sequence's own K, kept between sink + local and budget.pages; without it every sequence has budget.pages.
+    scores: [B, Hkv, N] fp32, last dimension contiguous (more columns than pages held are fine). A score of -inf or NaN is never
+    picked, unless forced; +inf is the best score, but forced pages come first; -0.0 and 0.0 are equal. budget: a ``Budget``.
+    lengths: [B] int32 on scores' device, or None when every page is held. page_size: 16, 32, 64 or 128. row_budgets: [B] int32 on
+    scores' device, each sequence's own K, brought into the range from sink + local to budget.pages; without it K is budget.pages.
     out: a ``PageList`` to write into, contiguous, [B, Hkv, budget.pages] and [B, Hkv].
 
     Returns a ``PageList`` with budget.pages columns (``out`` if given): min(K, pages held) pages each, and all of them when they fit.
