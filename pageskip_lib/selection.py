@@ -177,7 +177,7 @@ def _select_torch(scores, budget, lengths, page_size, row_budgets):
     """The same pages by sorting; returns (pages, counts) as the fields of a ``PageList``."""
     pages = scores.shape[2]
     page = torch.arange(pages, device=scores.device)
-    held = page_count(lengths.clamp(0, pages * page_size), page_size)[:, None, None]
+    held = pages if lengths is None else page_count(lengths.clamp(0, pages * page_size), page_size)[:, None, None]
     forced = (page < budget.sink) | (page >= held - budget.local)
     # In fp64 there is a number above every fp32 score for +inf, and infinity itself is left for the forced pages.
     ranked = scores.double().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float64).max, neginf=float("-inf"))
@@ -251,9 +251,9 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
         shape = batch, kv_heads, budget.pages
         out = PageList(*(torch.empty(size, dtype=torch.int32, device=scores.device) for size in (shape, shape[:2])))
     if backend == "torch":
-        lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
-        found = _select_torch(scores, budget, lengths, page_size, row_budgets)
-        out.pages.copy_(found[0]), out.counts.copy_(found[1])
+        best, counts = _select_torch(scores, budget, lengths, page_size, row_budgets)
+        out.pages.copy_(best)
+        out.counts.copy_(counts)
     elif batch * kv_heads:
         _select_kernel[(batch * kv_heads,)](
             scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts,
