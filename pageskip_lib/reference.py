@@ -60,17 +60,18 @@ def _aligned(q, kmin, kmax):
     return q.cpu().double()[:, :, None], *(x.cpu().double().repeat_interleave(group, dim=1) for x in (kmin, kmax))
 
 
-def select(scores, budget, lengths, page_size):
-    """Page lists by the rule, as nested Python lists [B][Hkv] of ascending page numbers."""
+def select(scores, budget, lengths, page_size, row_budgets=None):
+    """Page lists by the rule, as nested Python lists [B][Hkv] of ascending page numbers. row_budgets: as ``select_pages`` takes it."""
     lists = []
-    for row, length in zip(scores.tolist(), lengths.tolist()):
+    for i, (row, length) in enumerate(zip(scores.tolist(), lengths.tolist())):
+        own = budget.pages if row_budgets is None else min(max(int(row_budgets[i]), budget.sink + budget.local), budget.pages)
         held = -(-length // page_size)
         forced = [p for p in range(held) if p < budget.sink or p >= held - budget.local]
         lists.append([])
         for head in row:
             rest = [p for p in range(held) if p not in forced and head[p] > float("-inf")]
             best = sorted(rest, key=lambda p: (-head[p], p))
-            lists[-1].append(sorted((forced + best)[: budget.pages]))
+            lists[-1].append(sorted((forced + best)[:own]))
     return lists
 
 

@@ -2,15 +2,28 @@
 
 Forced pages: the first page (the attention sink: Xiao et al., "Efficient Streaming Language Models with Attention
 Sinks", arXiv 2309.17453) and the newest ones, where the current token sits. They count inside the budget.
+
+The kernel sorts nothing. What fits the budget is every page whose score reaches some threshold, so one program per sequence and KV
+head keeps its row of scores in registers and searches for the threshold: fp32 scores become 32-bit keys of the same order, and
+each pass counts the keys at or above two thresholds, which cut the interval in three; both counts are one sum, so a pass has one
+sum to wait for. The interval begins as the lowest to the highest key of the row, and the search ends once a threshold lets exactly
+the budget through: after 6 to 9 passes on average for 1,024 normal scores and 32 pages, and 21 at most, as ties at the threshold
+need. Then a page is a bit, 32 to a word, so that prefix sums run over words and each thread writes the pages of its own words, in
+page order: the list is ascending by itself, and among equals the lowest pages are the first to find a place.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from .checks import check_lengths, check_page_size, check_tensor, page_count
+from .checks import check_inner_stride, check_lengths, check_page_size, check_tensor, page_count, shape_of
+from .runtime import resolve_backend, tl, triton
+from .tiles import valid_length
 
 LOCAL_TOKENS = 64  # what Budget.for_tokens keeps for sure of the newest text
+MAX_PAGES = 32768  # of a row that the kernel takes: it counts pages in 16 bits
+PAIRS = 1  # of thresholds that a pass counts, one sum for each pair: the interval shrinks to 1 / (2 * PAIRS + 1)
+KEYS_PER_THREAD = 16  # with more of them fewer warps wait for one another at each sum, with fewer each has less to add up
 
 
 @dataclass(frozen=True)
@@ -63,32 +76,187 @@ class PageList:
         return cls(*(torch.tensor(part, dtype=torch.int32, device=device) for part in (padded, counts)))
 
 
-def select_pages(scores, budget, lengths, page_size):
+@triton.jit
+def _narrow(threshold, count, budget, low, high, reach, above):
+    """What is known once ``count`` keys are seen to reach ``threshold``: it is the new low, or else perhaps the new high."""
+    enough = count >= budget
+    low = tl.where(enough, threshold, low)
+    reach = tl.where(enough, count, reach)
+    high = tl.where(enough, high, tl.minimum(high, threshold))
+    above = tl.where(enough, above, tl.maximum(above, count))
+    return low, high, reach, above
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of each 32-bit word are 1."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word += word >> 8
+    return (word + (word >> 16)) & 0x3F
+
+
+@triton.jit(do_not_specialize=["s_batch", "s_head"])
+def _select_kernel(
+    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
+    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // kv_heads
+    page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    score = tl.load(scores_ptr + batch * s_batch + (row % kv_heads) * s_head + page, mask=page < pages, other=float("-inf"))
+    held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
+    budget = capacity
+    if row_budgets_ptr is not None:
+        budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
+    tl.debug_barrier()  # or else the compiler, short of predicates, would wait for some scores before it asks for the next
+    forced = ((page < sink) | (page >= held - local)) & (page < held)
+    rivals = (score > float("-inf")) & (page < held) & ~forced  # False for NaN too
+
+    # Sign and magnitude become one unsigned number with the order of the scores: -0.0 equals 0.0, and no key of a rival is 0.
+    bits = score.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(bits > magnitude, 0x80000000 - magnitude, 0x80000000 + magnitude)
+    low = tl.min(tl.where(rivals, key, 0xFF800000))  # the key of +inf: without rivals low > high, and nothing is searched
+    key = tl.where(rivals, key, 0)
+    high = tl.max(key) + 1
+    key = tl.where(forced, 0xFFFFFFFF, key)
+
+    # All along, fewer keys than the budget reach ``high`` (``above`` of them), and at least the budget reach ``low`` (``reach``).
+    # Only at the start can it be otherwise: no place left beside the forced pages, or no more pages than places.
+    above = tl.minimum(sink + local, held)
+    reach = held
+    while (above < budget) & (reach > budget) & (high > low + 1):
+        start = low
+        step = (high - low + 2 * PAIRS) // (2 * PAIRS + 1)
+        for pair in tl.static_range(PAIRS):
+            first = start + (2 * pair + 1) * step
+            second = first + step
+            both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
+            low, high, reach, above = _narrow(first, (both & 0xFFFF).to(tl.int32), budget, low, high, reach, above)
+            low, high, reach, above = _narrow(second, (both >> 16).to(tl.int32), budget, low, high, reach, above)
+
+    # From here on a page is a bit: one word for 32 pages says which of them are surely in, and one which are at the threshold.
+    # Gathered in their own order, which hands every thread words of its own; the sums leave each word with all threads of a warp.
+    word = tl.arange(0, BLOCK_N // 32)
+    bit = (tl.zeros([32], tl.uint32) + 1) << tl.arange(0, 32).to(tl.uint32)
+    sure = tl.gather(tl.sum(tl.where(key >= high, bit[None, :], 0), axis=1), word, axis=0)
+    tied = tl.gather(tl.sum(tl.where((key >= low) & (key < high), bit[None, :], 0), axis=1), word, axis=0)
+    both = _ones(sure) + (_ones(tied) << 16)
+    before = tl.cumsum(both, axis=0) - both
+    total = tl.sum(both, axis=0)
+    places = (budget - above).to(tl.uint32)
+    count = ((total & 0xFFFF) + tl.minimum(total >> 16, places)).to(tl.int32)
+    seen = before >> 16  # pages at the threshold so far: the first of them have a place
+    slot = (before & 0xFFFF) + tl.minimum(seen, places)
+    rest = sure | tl.where(seen < places, tied, 0)
+    for _ in range(tl.max(_ones(rest), axis=0).to(tl.int32)):
+        others = rest & (tl.maximum(rest, 1) - 1)
+        lowest = rest ^ others
+        is_tied = (tied & lowest) != 0
+        taken = (rest != 0) & (~is_tied | (seen < places))
+        number = (lowest.to(tl.float32).to(tl.uint32, bitcast=True) >> 23).to(tl.int32) - 127  # the exponent of 2^i is i
+        tl.store(pages_ptr + row * capacity + slot, word * 32 + number, mask=taken)
+        slot += taken.to(tl.uint32)
+        seen += is_tied.to(tl.uint32)
+        rest = others
+    padding = tl.arange(0, BLOCK_N)
+    for start in range(count, capacity, BLOCK_N):
+        tl.store(pages_ptr + row * capacity + start + padding, -1, mask=start + padding < capacity)
+    tl.store(counts_ptr + row, count)
+
+
+def select_shape(pages):
+    """The constants and options of the launch for rows of so many scores."""
+    block = max(32, triton.next_power_of_2(pages))
+    return dict(BLOCK_N=block, PAIRS=PAIRS, num_warps=max(1, min(16, block // (32 * KEYS_PER_THREAD))))
+
+
+def _select_torch(scores, budget, lengths, page_size, row_budgets):
+    """The same pages by sorting; returns (pages, counts) as the fields of a ``PageList``."""
+    pages = scores.shape[2]
+    page = torch.arange(pages, device=scores.device)
+    held = pages if lengths is None else page_count(lengths.clamp(0, pages * page_size), page_size)[:, None, None]
+    forced = (page < budget.sink) | (page >= held - budget.local)
+    # In fp64 there is a number above every fp32 score for +inf, and infinity itself is left for the forced pages.
+    ranked = scores.double().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float64).max, neginf=float("-inf"))
+    ranked = ranked.masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
+    # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True)
+    best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]
+    kept = value > float("-inf")
+    if row_budgets is not None:
+        kept &= page[: budget.pages] < row_budgets.clamp(budget.sink + budget.local, budget.pages)[:, None, None]
+    best = torch.where(kept, best, pages).sort(dim=-1).values.to(torch.int32)
+    best = torch.nn.functional.pad(best.masked_fill(best == pages, -1), (0, budget.pages - best.shape[-1]), value=-1)
+    return best, kept.sum(-1, dtype=torch.int32)
+
+
+def _check_row_budgets(row_budgets, batch, device):
+    check_tensor("row_budgets", row_budgets, "B")
+    if row_budgets.shape[0] != batch:
+        raise ValueError(f"row_budgets must have one entry for each of the {batch} sequences, got {row_budgets.shape[0]}.")
+    if row_budgets.dtype != torch.int32:
+        raise TypeError(f"row_budgets must be int32, got {row_budgets.dtype}.")
+    if row_budgets.device != device:
+        raise ValueError(f"row_budgets must be on {device}, got {row_budgets.device}.")
+
+
+def _check_out(out, scores, capacity):
+    if not isinstance(out, PageList):
+        raise TypeError(f"out must be a PageList, got {type(out).__name__}.")
+    for name, tensor, shape in (("pages", out.pages, (*scores.shape[:2], capacity)), ("counts", out.counts, scores.shape[:2])):
+        check_tensor(f"out.{name}", tensor, ", ".join(("B", "Hkv", "K")[: len(shape)]))
+        if tensor.shape != tuple(shape):
+            raise ValueError(f"out.{name} must have shape {list(shape)}, got {shape_of(tensor)}.")
+        if tensor.dtype != torch.int32 or tensor.device != scores.device:
+            raise TypeError(f"out.{name} must be int32 on {scores.device}, got {tensor.dtype} on {tensor.device}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"out.{name} must be contiguous, got strides {tensor.stride()}.")
+
+
+def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=None, backend="auto"):
     """Pick the pages to read: forced pages first, then the best scores, lowest page first among equals.
 
-    scores: [B, Hkv, N] fp32 (more columns than pages held are fine; a score of -inf is never picked, unless forced).
-    budget: a ``Budget``. lengths: [B] int32 on scores' device. page_size: 16, 32, 64 or 128.
-    Returns a ``PageList`` with K = budget.pages columns: min(K, pages held) pages each, and all of them when they fit.
+    scores: [B, Hkv, N] fp32, last dimension contiguous (more columns than pages held are fine). A score of -inf or NaN is never
+    picked, unless forced; +inf is the best score, but forced pages come first; -0.0 and 0.0 are equal. budget: a ``Budget``.
+    lengths: [B] int32 on scores' device, or None when every page is held. page_size: 16, 32, 64 or 128. row_budgets: [B] int32 on
+    scores' device, each sequence's own K, brought into the range from sink + local to budget.pages; without it K is budget.pages.
+    out: a ``PageList`` to write into, contiguous, [B, Hkv, budget.pages] and [B, Hkv].
 
-    Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph.
+    Returns a ``PageList`` with budget.pages columns (``out`` if given): min(K, pages held) pages each, and all of them when they fit.
+    Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph. Triton makes it
+    one launch and allocates nothing but the result; it takes up to 32,768 pages.
+    Raises ValueError or TypeError for what does not fit.
     """
     check_tensor("scores", scores, "B, Hkv, N")
     check_page_size(page_size)
     if not isinstance(budget, Budget):
         raise TypeError(f"budget must be a Budget, got {type(budget).__name__}.")
-    if not scores.is_floating_point():
-        raise TypeError(f"scores must be a float tensor, got {scores.dtype}.")
+    if scores.dtype != torch.float32:
+        raise TypeError(f"scores must be float32, got {scores.dtype}.")
+    check_inner_stride("scores", scores)
     batch, kv_heads, pages = scores.shape
-    lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
-    page = torch.arange(pages, device=scores.device)
-    held = page_count(lengths, page_size)[:, None, None]
-    forced = (page < budget.sink) | (page >= held - budget.local)
-    # Clamped, so that a score of +inf cannot push a forced page out.
-    ranked = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
-    # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
-    order = torch.sort(ranked, dim=-1, descending=True, stable=True)
-    best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]
-    best = torch.where(value > float("-inf"), best, pages).sort(dim=-1).values.to(torch.int32)
-    counts = (best < pages).sum(-1, dtype=torch.int32)
-    best = torch.nn.functional.pad(best.masked_fill(best == pages, -1), (0, budget.pages - best.shape[-1]), value=-1)
-    return PageList(pages=best, counts=counts)
+    if lengths is not None:
+        lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
+    if row_budgets is not None:
+        _check_row_budgets(row_budgets, batch, scores.device)
+    if out is not None:
+        _check_out(out, scores, budget.pages)
+    backend = resolve_backend(backend, scores)
+    if backend == "triton" and pages > MAX_PAGES:
+        raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
+    if out is None:
+        shape = batch, kv_heads, budget.pages
+        out = PageList(*(torch.empty(size, dtype=torch.int32, device=scores.device) for size in (shape, shape[:2])))
+    if backend == "torch":
+        best, counts = _select_torch(scores, budget, lengths, page_size, row_budgets)
+        out.pages.copy_(best)
+        out.counts.copy_(counts)
+    elif batch * kv_heads:
+        _select_kernel[(batch * kv_heads,)](
+            scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts,
+            *scores.stride()[:2], kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages),
+        )  # fmt: skip
+    return out

@@ -37,7 +37,7 @@ import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import cards, dense, merge, runtime, sparse  # noqa: E402
+from pageskip_lib import cards, dense, merge, runtime, selection, sparse  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
 from pageskip_lib.checks import HEAD_DIMS  # noqa: E402
 
@@ -53,13 +53,18 @@ TARGETS |= {"gfx942": (LDS, False), "gfx1100": (LDS, False)}
 SMS, FEW_ROWS, MANY_ROWS = 100, 1, 1000
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-KERNELS = {"dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "read": ceilings._read_kernel}
-INTS, FLOATS = ("lengths_ptr", "pages_ptr", "counts_ptr"), ("outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
+KERNELS = {
+    "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
+    "read": ceilings._read_kernel,
+}  # fmt: skip
+INTS = ("lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
+FLOATS = ("scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr")
 TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
 STRIDES = {f"{name}_{axis}" for name in "qkv" for axis in ("batch", "head", "token")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
-COLUMNS = "target kernel dtype D G PAGE BLOCK_D BLOCK_G TILE num_warps num_stages registers local shared room".split()
+ROW_PAGES = (64, 1024, 4096, 16384)
+COLUMNS = "target kernel dtype D G PAGE BLOCK_D BLOCK_G BLOCK_N TILE num_warps num_stages registers local shared room".split()
 
 
 def card_of(target):
@@ -90,6 +95,8 @@ def launches(target, everything=False):
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
         found.append((target, "read", dtype, dict(BLOCK=ceilings.read_once.__defaults__[0])))
+    # The usual sink of 1 is a constant by itself.
+    found += [(target, "select", torch.float32, dict(PAGE=16, sink=1) | selection.select_shape(pages)) for pages in ROW_PAGES]
     return list({str(launch): launch for launch in found}.values())
 
 

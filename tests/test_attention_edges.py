@@ -102,7 +102,7 @@ def test_nothing_selected_is_nothing_attended(backend, device):
     q, k, v = make_qkv(2, 4, 2, 70, 64, device=device)
     lengths = int32([0, 33], device)
     scores = page_scores(q, summarize_pages(k, 16, lengths=lengths, backend=backend), group="softmax_sum", backend=backend)
-    pages = select_pages(scores, Budget(2, sink=0, local=0), lengths, 16)
+    pages = select_pages(scores, Budget(2, sink=0, local=0), lengths, 16, backend=backend)
     assert (pages.counts[0] == 0).all() and (pages.pages[0] == -1).all() and (pages.counts[1] == 2).all()
     out, lse = sparse_decode(q, k, v, pages, page_size=16, lengths=lengths, backend=backend, return_lse=True)
     assert (out[0] == 0).all() and (lse[0] == -INF).all()
@@ -257,16 +257,19 @@ def test_keys_and_values_in_one_buffer_past_2_to_31(device):
 
 OVERFLOW = """
 import torch
-from pageskip_lib import PageList, dense_decode, page_scores, sparse_decode, summarize_pages
+from pageskip_lib import Budget, PageList, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
 buffer = torch.zeros(2**31 + 2**23, dtype=torch.float16, device="cuda")
 k = buffer.as_strided((3, 3, 200, 64), (2**30, 2**21, 64, 1)).normal_()
 q = torch.randn(3, 6, 64, dtype=torch.float16, device="cuda")
 pages = PageList.from_rows([[[0, 5, 12]] * 3] * 3, "cuda")
 near = k.contiguous()
+extremes = torch.tensor([-0.0, 0.0, 1.0, -1.0, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 1e-45], device="cuda")
+rows = [extremes.repeat(3, 3, 10), torch.full((3, 3, 40), float("-inf"), device="cuda"), torch.zeros(3, 3, 32768, device="cuda")]
 for far, close in (
     (dense_decode(q, k, k, splits=3), dense_decode(q, near, near, splits=3)),
     (sparse_decode(q, k, k, pages, page_size=16), sparse_decode(q, near, near, pages, page_size=16)),
     (page_scores(q, summarize_pages(k, 16)), page_scores(q, summarize_pages(near, 16))),
+    *([select_pages(row, Budget(5), None, 16, backend=backend).pages for backend in ("triton", "torch")] for row in rows),
 ):
     assert torch.equal(far, close)
 torch.cuda.synchronize()

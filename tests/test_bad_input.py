@@ -5,12 +5,15 @@ import torch
 
 from pageskip_lib import (
     Budget, PageList, Workspace, decode_workspace, dense, dense_decode, merge, merge_partials, page_scores, scores, select_pages,
-    sparse, sparse_decode, summaries, summarize_pages,
+    selection, sparse, sparse_decode, summaries, summarize_pages,
 )  # fmt: skip
 
 from helpers import Unlaunchable, each_backend, int32
 
-KERNELS = ((dense, "_dense_kernel"), (sparse, "_sparse_kernel"), (merge, "_merge_kernel"), (summaries, "_minmax_kernel"), (scores, "_score_kernel"))
+KERNELS = (
+    (dense, "_dense_kernel"), (sparse, "_sparse_kernel"), (merge, "_merge_kernel"),
+    (summaries, "_minmax_kernel"), (scores, "_score_kernel"), (selection, "_select_kernel"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -326,21 +329,55 @@ def test_summary_that_is_none(backend, good):
 SELECTIONS = {
     "scores is a list": (dict(scores=[[0.0]]), TypeError, ("scores must be a torch tensor", "list")),
     "scores has 2 dimensions": (dict(scores=torch.zeros(2, 3)), ValueError, ("scores must have shape [B, Hkv, N]", "[2, 3]")),
-    "scores is int": (dict(scores=torch.zeros(2, 2, 3, dtype=torch.int32)), TypeError, ("scores must be a float tensor", "int32")),
+    "scores is int": (dict(scores=torch.zeros(2, 2, 3, dtype=torch.int32)), TypeError, ("scores must be float32", "int32")),
+    "scores is float64": (dict(scores=torch.zeros(2, 2, 3).double()), TypeError, ("scores must be float32", "float64")),
+    "scores has pages last but one": (
+        dict(scores=torch.zeros(2, 3, 2).transpose(1, 2)), ValueError, ("scores must be contiguous in its last dimension", "2")),
     "budget is an int": (dict(budget=8), TypeError, ("budget must be a Budget", "int")),
     "budget is None": (dict(budget=None), TypeError, ("budget must be a Budget", "NoneType")),
     "lengths is a list": (dict(lengths=[1, 2]), TypeError, ("lengths must be a torch tensor", "list")),
     "lengths is int64": (dict(lengths=torch.tensor([1, 2])), TypeError, ("lengths must be int32", "int64")),
     "lengths has an entry too many": (dict(lengths=int32([1, 2, 3])), ValueError, ("lengths must have one entry for each of the 2", "3")),
+    "row_budgets is a list": (dict(row_budgets=[3, 3]), TypeError, ("row_budgets must be a torch tensor", "list")),
+    "row_budgets is a number": (dict(row_budgets=3), TypeError, ("row_budgets must be a torch tensor", "int")),
+    "row_budgets is int64": (dict(row_budgets=torch.tensor([3, 3])), TypeError, ("row_budgets must be int32", "int64")),
+    "row_budgets for each KV head": (dict(row_budgets=int32([[3, 3]] * 2)), ValueError, ("row_budgets must have shape [B]", "[2, 2]")),
+    "row_budgets lacks an entry": (dict(row_budgets=int32([3])), ValueError, ("row_budgets must have one entry for each of the 2", "1")),
+    "row_budgets is elsewhere": (dict(row_budgets=torch.empty(2, dtype=torch.int32, device="meta")), ValueError, ("row_budgets must be on", "meta")),
+    "backend is unknown": (dict(backend="numpy"), ValueError, ("backend must be", "'numpy'")),
 }
 
 
+@each_backend
 @pytest.mark.parametrize("what", SELECTIONS)
-def test_selections(what, good, device):
+def test_selections(backend, what, good, device):
     change, error, words = SELECTIONS[what]
-    change = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
-    arguments = dict(scores=good["scores"], budget=Budget(3), lengths=good["lengths"], page_size=16) | change
+    here = {name: value.to(device) for name, value in change.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+    arguments = dict(scores=good["scores"], budget=Budget(3), lengths=good["lengths"], page_size=16, backend=backend) | change | here
     refuses(error, *words, call=lambda: select_pages(**arguments))
+
+
+LISTS = {
+    "out is a tensor": (lambda out: out.pages, TypeError, ("out must be a PageList", "Tensor")),
+    "out.pages is None": (lambda out: PageList(None, out.counts), TypeError, ("out.pages must be a torch tensor", "NoneType")),
+    "out.pages has 2 dimensions": (lambda out: PageList(out.pages[0], out.counts), ValueError, ("out.pages must have shape [B, Hkv, K]", "[2, 3]")),
+    "out.pages has a column too many": (
+        lambda out: PageList(torch.cat([out.pages, out.pages[..., :1]], dim=2), out.counts), ValueError, ("out.pages must have shape [2, 2, 3]", "[2, 2, 4]")),
+    "out.pages is int64": (lambda out: PageList(out.pages.long(), out.counts), TypeError, ("out.pages must be int32 on", "int64")),
+    "out.pages is elsewhere": (lambda out: PageList(out.pages.to("meta"), out.counts), TypeError, ("out.pages must be int32 on", "meta")),
+    "out.pages has strides": (lambda out: PageList(tokens_last(out.pages), out.counts), ValueError, ("out.pages must be contiguous", "(6, 1, 2)")),
+    "out.counts lacks a row": (lambda out: PageList(out.pages, out.counts[:1]), ValueError, ("out.counts must have shape [2, 2]", "[1, 2]")),
+    "out.counts is float": (lambda out: PageList(out.pages, out.counts.float()), TypeError, ("out.counts must be int32 on", "float32")),
+    "out.counts has strides": (lambda out: PageList(out.pages, out.counts.t()), ValueError, ("out.counts must be contiguous", "(1, 2)")),
+}  # fmt: skip
+
+
+@each_backend
+@pytest.mark.parametrize("what", LISTS)
+def test_lists_to_write_into(backend, what, good, device):
+    change, error, words = LISTS[what]
+    out = PageList(torch.zeros(2, 2, 3, dtype=torch.int32, device=device), torch.zeros(2, 2, dtype=torch.int32, device=device))
+    refuses(error, *words, call=lambda: select_pages(good["scores"], Budget(3), good["lengths"], 16, out=change(out), backend=backend))
 
 
 @pytest.mark.parametrize("values", [[49, 1], [1, -1]])

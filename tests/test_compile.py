@@ -58,13 +58,14 @@ def test_every_launch_of_the_enumeration_was_compiled(rows):
     assert set(cards.TARGETS) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"}
     for target in cards.TARGETS:
         here = [row for row in rows if row["target"] == target]
-        assert {row["kernel"] for row in here} == {"dense", "sparse", "merge", "read"}
+        assert {row["kernel"] for row in here} == {"dense", "sparse", "merge", "select", "read"}
         for kernel in ("dense", "sparse"):
             shapes = {(row["dtype"], row["BLOCK_D"], row["BLOCK_G"]) for row in here if row["kernel"] == kernel}
             halves = {("fp16", dim, group) for dim in (64, 128, 256) for group in (16, 32, 64, 128)}
             groups = (16, 32, 64, 128) if kernel == "dense" else (16, 32)
             assert shapes == halves | {("fp32", dim, group) for dim in (64, 128, 256) for group in groups}
         assert {row["PAGE"] for row in here if row["kernel"] == "sparse"} == {16, 64}
+        assert {row["BLOCK_N"] for row in here if row["kernel"] == "select"} == {64, 1024, 4096, 16384}
 
 
 def test_launches_fit_the_shared_memory_of_their_card(rows):
