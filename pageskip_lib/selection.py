@@ -244,7 +244,8 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
         _check_row_budgets(row_budgets, batch, scores.device)
     if out is not None:
         _check_out(out, scores, budget.pages)
-    backend = resolve_backend(backend, scores)
+    # The kernel has been interpreted, and compiled for every card, but has not run on one: until it has, it must be asked for.
+    backend = resolve_backend("torch" if backend == "auto" else backend, scores)
     if backend == "triton" and pages > MAX_PAGES:
         raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
     if out is None:
