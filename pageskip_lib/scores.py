@@ -72,7 +72,7 @@ def _score_kernel(
         if GROUP == "max":
             score = tl.max(tl.where(live, bound, float("-inf")), axis=0)
         else:
-            score = tl.sum(tl.where(live, bound, 0.0), axis=0)
+            score = tl.sum(bound, axis=0)  # padding heads are zero queries and add nothing
         tl.store(scores_ptr + (batch * kv_heads + head) * pages + page, score, mask=page < pages)
 
 

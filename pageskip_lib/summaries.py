@@ -65,6 +65,11 @@ def check_kind(kind):
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
 
 
+def entry_bytes(kind, dim, element_size):
+    """Bytes of one entry of a KV head: what a scoring pass reads for each ``bound_size`` tokens. element_size: of the keys, in bytes."""
+    return sum(4 if name == "radius" else dim * element_size for name in FIELDS[kind])
+
+
 @triton.jit
 def _minmax_kernel(
     k_ptr, lengths_ptr, kmin_ptr, kmax_ptr, k_batch, k_head, k_token, tokens, kv_heads, entries,

@@ -276,6 +276,15 @@ def test_estimates_can_fall_below_the_best_key(backend, kind, device):
     assert assert_scores(q, k, 16, backend, kind=kind).item() < -20
 
 
+@each_backend
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("q_size, k_size", [(1, 1e-25), (1e-25, 1), (1, 1e25), (1e25, 1)])
+def test_squares_neither_vanish_nor_overflow(backend, kind, q_size, k_size, device):
+    """A radius and a norm are roots of sums of squares, which fp32 could not hold here."""
+    q, k = q_size * randn(1, 2, 64, device=device), k_size * randn(1, 1, 40, 64, seed=1, device=device)
+    assert_scores(q, k, 16, backend, kind=kind)
+
+
 @each_kind
 @each_backend
 def test_largest_fp16_keys_stay_finite(backend, kind, device):
