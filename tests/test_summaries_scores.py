@@ -408,6 +408,16 @@ def test_more_pages_than_one_block(backend, kind, bound_size, device):
 
 @each_kind
 @each_backend
+@pytest.mark.parametrize("heads, dim, entries", [(6, 128, 64), (6, 256, 32), (24, 256, 16)])
+def test_programs_of_fewer_entries(backend, heads, dim, entries, kind, device):
+    """Wide fp32 heads leave room for fewer entries, down to one page of 16."""
+    assert scores.entries_per_program(max(16, heads // 24 * 32), dim * 4) == entries
+    q, k = randn(1, heads, dim, device=device), randn(1, 1, 128 * 3 + 9, dim, seed=1, device=device)
+    assert_scores(q, k, 128, backend, kind=kind, bound_size=8)
+
+
+@each_kind
+@each_backend
 def test_strided_query_and_summary(backend, kind, device):
     """q as a slice, the summary as the used part of a larger one, its two fields laid out differently."""
     q, k = randn(2, 4, 64, device=device), randn(2, 2, 70, 64, seed=1, device=device)
