@@ -353,34 +353,17 @@ def box_bound(keys, q, caption):
     low, high = keys.amin(0), keys.amax(0)
     corner, best = [high[d] if q[d] > 0 else low[d] for d in (0, 1)], keys[(keys @ q).argmax()]
     bound, reached = float(q[0] * corner[0] + q[1] * corner[1]), float(best @ q)
-    figure, axes = _blank(f"The corner says {bound:.2f}, the best key reaches {reached:.2f}: {bound - reached:.2f} too much", caption, height=4.2)
+    figure, axes = _blank(f"The corner says {bound:.2f}, the best key reaches {reached:.2f}: {bound - reached:.2f} too much", caption, height=3)
     across, up = (high - low).tolist()
     axes.plot(low[0] + across * low.new_tensor([0, 1, 1, 0, 0]), low[1] + up * low.new_tensor([0, 0, 1, 1, 0]), color="#4d4d4d", linewidth=1)
-    axes.plot(*keys.T, "o", color="#999999", label="keys of the page")
-    for point, colour, label in ((corner, FLATTERED, "corner that bounds"), (best, HONEST, "best key")):
+    axes.plot(*keys.T, "o", color="#999999", label="keys")
+    for point, colour, label in ((corner, FLATTERED, "bounding corner"), (best, HONEST, "best key")):
         # Everything on the dashed line has the same product with q.
         axes.axline([float(x) for x in point], [float(point[0] - q[1]), float(point[1] + q[0])], color=colour, linewidth=0.8, linestyle="--")
         axes.plot(*[float(x) for x in point], "o", color=colour, markersize=9, label=label)
-    axes.annotate("", (float(q[0]), float(q[1])), (0, 0), arrowprops=dict(arrowstyle="->", linewidth=1.5))
-    axes.annotate("query", (float(q[0]), float(q[1])), xytext=(4, 4), textcoords="offset points", fontsize=9)
-    axes.set(xlabel="dimension 0", ylabel="dimension 1", xlim=(-3.4, 3.4), ylim=(-2.4, 2.4), aspect="equal")
+    axes.quiver(0, 0, float(q[0]), float(q[1]), angles="xy", scale_units="xy", scale=1, width=0.008, label="query")
+    axes.set(xlabel="dimension 0", ylabel="dimension 1", xlim=(-3, 3), ylim=(-2, 2), xticks=(-2, 0, 2), yticks=(-2, 0, 2), aspect="equal")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
-
-
-def bound_scatter(bound, best, caption):
-    """Each page's score against its best key, both [N] tensors of one head; the title says how the best page ranks and how far the score is off."""
-    place = int((bound > bound[best.argmax()]).sum()) + 1
-    excess = bound - best
-    title = f"The page with the best key ranks {place} of {len(best)}; scores are {excess.mean():.1f} ± {excess.std():.1f} too high"
-    figure, axes = _blank(title, caption)
-    axes.plot(best, bound, "o", color=COLOURS["pageskip"], markersize=4, label="one page")
-    axes.plot(best[best.argmax()], bound[best.argmax()], "o", color=FLATTERED, markersize=11, fillstyle="none", label="page with the best key")
-    ends = [float(best.min()), float(best.max())]
-    axes.plot(ends, ends, color="#4d4d4d", linewidth=0.8, linestyle="--", label="score = best key")
-    axes.set(xlabel="best key of the page (q·k, softmax scale)", ylabel="score of the page")
-    axes.set_ylim(bottom=min(ends[0], float(bound.min())) - 0.25 * (ends[1] - ends[0]))
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
     return figure
 
 
@@ -392,12 +375,13 @@ def step_reads(contexts, reads, caption):
     whole, asked = list(reads)[:2]
     now = reads[whole][-1] / reads[asked][-1]
     limit = (reads[whole][-1] - reads[whole][-2]) / (reads[asked][-1] - reads[asked][-2])
-    title = f"{asked}: {now:.1f} times fewer bytes at {contexts[-1]:,} tokens, {limit:.0f} times at most"
-    figure, axes = _blank(title, caption, height=3.8)
-    for (label, sizes), colour, marker in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7"), ".os^"):
-        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, marker=marker, markersize=4, label=label)
-    axes.set(xlabel="context (tokens)", ylabel="bytes read in one step (MB)", xscale="log", yscale="log")
-    axes.set_xticks(contexts[::2], [f"{tokens // 1024}k" for tokens in contexts[::2]])
+    title = f"{asked}: {now:.1f}x fewer bytes at {contexts[-1]:,} tokens, {limit:.0f}x at most"
+    figure, axes = _blank(title, caption, height=2.5)
+    for (label, sizes), colour in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7")):
+        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, label=label)
+    axes.set(xlabel="context (tokens)", ylabel="MB read in a step", xscale="log", yscale="log")
+    axes.set_xticks(contexts[::3], [f"{tokens // 1024}k" for tokens in contexts[::3]])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     return figure
