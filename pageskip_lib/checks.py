@@ -96,6 +96,15 @@ def check_page_size(page_size):
         raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size!r}.")
 
 
+def check_bound_size(bound_size, page_size):
+    """``bound_size`` itself, or page_size when None."""
+    if bound_size is None:
+        return page_size
+    if not isinstance(bound_size, int) or bound_size not in (8, *PAGE_SIZES) or bound_size > page_size:
+        raise ValueError(f"bound_size must be a power of two from 8 to the page size {page_size}, got {bound_size!r}.")
+    return bound_size
+
+
 def page_count(tokens, page_size):
     """N = ceil(tokens / page_size), for ints and for tensors."""
     return (tokens + page_size - 1) // page_size

@@ -346,3 +346,42 @@ def baseline_bars(rows, caption):
         axes.annotate(f"{took[arm]:,.0f}{claim}", (took[arm], arm), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
     axes.set(xlabel="microseconds per call", xlim=(0, 1.3 * took[worst]))
     return figure
+
+
+def box_bound(keys, q, caption):
+    """A page of 2-D keys, the box around them, and the corner that bounds q.k. keys: [P, 2], q: [2], both tensors."""
+    low, high = keys.amin(0), keys.amax(0)
+    corner, best = [high[d] if q[d] > 0 else low[d] for d in (0, 1)], keys[(keys @ q).argmax()]
+    bound, reached = float(q[0] * corner[0] + q[1] * corner[1]), float(best @ q)
+    figure, axes = _blank(f"The corner says {bound:.2f}, the best key reaches {reached:.2f}: {bound - reached:.2f} too much", caption, height=3)
+    across, up = (high - low).tolist()
+    axes.plot(low[0] + across * low.new_tensor([0, 1, 1, 0, 0]), low[1] + up * low.new_tensor([0, 0, 1, 1, 0]), color="#4d4d4d", linewidth=1)
+    axes.plot(*keys.T, "o", color="#999999", label="keys")
+    for point, colour, label in ((corner, FLATTERED, "bounding corner"), (best, HONEST, "best key")):
+        # Everything on the dashed line has the same product with q.
+        axes.axline([float(x) for x in point], [float(point[0] - q[1]), float(point[1] + q[0])], color=colour, linewidth=0.8, linestyle="--")
+        axes.plot(*[float(x) for x in point], "o", color=colour, markersize=9, label=label)
+    axes.quiver(0, 0, float(q[0]), float(q[1]), angles="xy", scale_units="xy", scale=1, width=0.008, label="query")
+    axes.set(xlabel="dimension 0", ylabel="dimension 1", xlim=(-3, 3), ylim=(-2, 2), xticks=(-2, 0, 2), yticks=(-2, 0, 2), aspect="equal")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def step_reads(contexts, reads, caption):
+    """Bytes that one step reads over the context, for several ways to choose pages.
+
+    contexts: tokens, ascending. reads: {label: bytes at each context}; the first one reads the whole cache, the title speaks of the second.
+    """
+    whole, asked = list(reads)[:2]
+    now = reads[whole][-1] / reads[asked][-1]
+    limit = (reads[whole][-1] - reads[whole][-2]) / (reads[asked][-1] - reads[asked][-2])
+    title = f"{asked}: {now:.1f}x fewer bytes at {contexts[-1]:,} tokens, {limit:.0f}x at most"
+    figure, axes = _blank(title, caption, height=2.5)
+    for (label, sizes), colour in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7")):
+        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, label=label)
+    axes.set(xlabel="context (tokens)", ylabel="MB read in a step", xscale="log", yscale="log")
+    axes.set_xticks(contexts[::3], [f"{tokens // 1024}k" for tokens in contexts[::3]])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    return figure

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .checks import HEAD_DIMS, page_count
+from .checks import HEAD_DIMS, check_bound_size, page_count
 from .dense import dense_decode
 from .models import check_fits
 from .sparse import sparse_decode
@@ -34,8 +34,9 @@ class LiveCacheLayer(CacheLayerMixin):
         super().__init__()
         self._buffers = ()
         self._length = 0
-        self._summary = None
-        self._summarised = 0  # tokens that the stored summaries cover
+        self._summary_of = None  # (kind, bound size) of the stored summaries
+        self._fields = {}  # their tensors, with room to grow as the keys have
+        self._summarised = 0  # tokens that they cover
 
     def lazy_initialization(self, key_states, value_states):
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -59,26 +60,27 @@ class LiveCacheLayer(CacheLayerMixin):
         self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
         return self.keys, self.values
 
-    def summary(self, page_size):
-        """The ``PageSummary`` (kind minmax) of all cached keys. Only pages touched since the last call are read again."""
-        batch, kv_heads, capacity, dim = self._buffers[0].shape
-        pages = page_count(self._length, page_size)
-        stored = self._summary
-        if stored is None or stored.page_size != page_size or stored.kmin.shape[2] < pages:
-            fresh = [self._buffers[0].new_zeros(batch, kv_heads, page_count(capacity, page_size), dim) for _ in range(2)]
-            if stored is None or stored.page_size != page_size:
-                self._summarised = 0
-            else:
-                for new, old in zip(fresh, (stored.kmin, stored.kmax)):
-                    new[:, :, : old.shape[2]] = old
-            stored = self._summary = PageSummary("minmax", page_size, None, *fresh)
-        first = self._summarised // page_size
-        if self._summarised < self._length:
-            touched = summarize_pages(self.keys[:, :, first * page_size :], page_size)
-            stored.kmin[:, :, first:pages], stored.kmax[:, :, first:pages] = touched.kmin, touched.kmax
+    def summary(self, page_size, kind="minmax", bound_size=None):
+        """The ``PageSummary`` of all cached keys. Only entries touched since the last call of the same kind and bound size are made again."""
+        bound_size = check_bound_size(bound_size, page_size)
+        if self._summary_of != (kind, bound_size):
+            self._summary_of, self._fields, self._summarised = (kind, bound_size), {}, 0
+        first, entries = self._summarised // bound_size, page_count(self._length, bound_size)
+        if self._summarised < self._length or not self._fields:
+            touched = summarize_pages(self.keys[:, :, first * bound_size :], page_size, kind=kind, bound_size=bound_size)
+            for name, field in touched.fields.items():
+                stored = self._fields.get(name, field[:, :, :0])
+                if stored.shape[2] < entries:
+                    room = page_count(self._buffers[0].shape[2], bound_size)
+                    grown = field.new_zeros(*field.shape[:2], room, *field.shape[3:])
+                    grown[:, :, :first] = stored[:, :, :first]
+                    stored = grown
+                stored[:, :, first:entries] = field
+                self._fields[name] = stored
             self._summarised = self._length
-        lengths = torch.full((batch,), self._length, dtype=torch.int32, device=self.device)
-        return PageSummary("minmax", page_size, lengths, stored.kmin[:, :, :pages], stored.kmax[:, :, :pages])
+        lengths = torch.full((self.keys.shape[0],), self._length, dtype=torch.int32, device=self.device)
+        fields = {name: stored[:, :, :entries] for name, stored in self._fields.items()}
+        return PageSummary(kind, page_size, lengths, **fields, bound_size=bound_size)
 
     def truncate(self, length):
         """Keep the first ``length`` tokens. The page that is cut is summarised anew before it is scored again."""
@@ -86,8 +88,8 @@ class LiveCacheLayer(CacheLayerMixin):
             raise ValueError(f"length must lie between 0 and the {self._length} cached tokens, got {length}.")
         if length < self._length:
             self._length = length
-            page_size = self._summary.page_size if self._summary else 1
-            self._summarised = min(self._summarised, length // page_size * page_size)
+            bound_size = self._summary_of[1] if self._summary_of else 1
+            self._summarised = min(self._summarised, length // bound_size * bound_size)
             self._set_views()
 
     def crop(self, tokens_to_remove):
@@ -98,7 +100,7 @@ class LiveCacheLayer(CacheLayerMixin):
     def _rearrange_rows(self, change):
         if self.is_initialized:
             self._buffers = tuple(change(buffer) for buffer in self._buffers)
-            self._summary, self._summarised = None, 0
+            self._summary_of = None
             self._set_views()
 
     def reorder_cache(self, beam_idx):
@@ -174,18 +176,18 @@ class Session:
             return "scores are changed before the softmax"
         return None
 
-    def summary(self, layer_idx, keys, page_size):
+    def summary(self, layer_idx, keys, page_size, **options):
         layers = getattr(self.cache, "layers", ())
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         if isinstance(layer, LiveCacheLayer) and layer.keys.data_ptr() == keys.data_ptr():
-            return layer.summary(page_size)
-        return summarize_pages(keys, page_size)  # a cache that is not ours: right, but every key is read
+            return layer.summary(page_size, **options)
+        return summarize_pages(keys, page_size, **options)  # a cache that is not ours: right, but every key is read
 
     def decode(self, module, query, key, value, scaling):
         """One token: query [B, Hq, 1, D] over key, value [B, Hkv, T, D]. Returns [B, 1, Hq, D]."""
         policy, layer_idx = self.policy, module.layer_idx
         q = query[:, :, 0]
-        pages = policy.choose(layer_idx, q, key, lambda: self.summary(layer_idx, key, policy.page_size))
+        pages = policy.choose(layer_idx, q, key, lambda **options: self.summary(layer_idx, key, policy.page_size, **options))
         if self.record is not None:
             self.record.append((layer_idx, key.shape[2], pages))
         if pages is None:

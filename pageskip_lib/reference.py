@@ -31,14 +31,9 @@ def attention(q, k, v, *, lengths=None, scale=None, pages=None, page_size=None):
 
 def minmax_summary(k, page_size, lengths=None):
     """Smallest and largest key of each page, fp64 [B, Hkv, N, D]; pages that hold no token are NaN."""
-    batch, kv_heads, tokens, dim = k.shape
-    pages = -(-tokens // page_size)
-    kmin, kmax = (torch.full((batch, kv_heads, pages, dim), float("nan"), dtype=torch.float64) for _ in range(2))
-    for b in range(batch):
-        length = tokens if lengths is None else int(lengths[b])
-        for n in range(-(-length // page_size)):
-            page = k[b, :, n * page_size : min((n + 1) * page_size, length)].cpu().double()
-            kmin[b, :, n], kmax[b, :, n] = page.amin(1), page.amax(1)
+    kmin, kmax = (torch.full((*k.shape[:2], -(-k.shape[2] // page_size), k.shape[3]), float("nan"), dtype=torch.float64) for _ in range(2))
+    for b, n, keys in _stretches(k, page_size, lengths):
+        kmin[b, :, n], kmax[b, :, n] = keys.amin(1), keys.amax(1)
     return kmin, kmax
 
 
@@ -52,6 +47,79 @@ def page_bound_center(q, kmin, kmax):
     """The same bound as q . mid + |q| . half, fp64 [B, Hq, N]: centre and radius of each page's range."""
     q, kmin, kmax = _aligned(q, kmin, kmax)
     return (q * (kmin + kmax) / 2).sum(-1) + (q.abs() * (kmax - kmin) / 2).sum(-1)
+
+
+def mean_summary(k, size, lengths=None):
+    """Mean and standard deviation of every dimension over ``size`` tokens, fp64 [B, Hkv, S, D]; NaN where there is no token."""
+    mean, std = (torch.full((*k.shape[:2], -(-k.shape[2] // size), k.shape[3]), float("nan"), dtype=torch.float64) for _ in range(2))
+    for b, n, keys in _stretches(k, size, lengths):
+        mean[b, :, n], std[b, :, n] = keys.mean(1), keys.std(1, correction=0)
+    return mean, std
+
+
+def farthest(k, centre, size, lengths=None):
+    """Distance of the farthest of ``size`` keys from a centre [B, Hkv, S, D], fp64 [B, Hkv, S]; 0 where there is no token."""
+    radius = torch.zeros(centre.shape[:3], dtype=torch.float64)
+    for b, n, keys in _stretches(k, size, lengths):
+        radius[b, :, n] = (keys - centre[b, :, n, None].cpu().double()).norm(dim=-1).amax(1)
+    return radius
+
+
+def best_key(q, k, page_size, lengths=None):
+    """The largest q.k of each page, fp64 [B, Hq, N]; -inf for a page without tokens. What a bound must never be below."""
+    best = torch.full((q.shape[0], q.shape[1], -(-k.shape[2] // page_size)), float("-inf"), dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    for b, n, keys in _stretches(k, page_size, lengths):
+        best[b, :, n] = (keys.repeat_interleave(group, dim=0) @ q[b].cpu().double()[..., None]).amax((1, 2))
+    return best
+
+
+def _stretches(k, size, lengths):
+    """(b, n, keys [Hkv, tokens, D] in fp64) of every stretch of ``size`` tokens that holds one."""
+    for b in range(k.shape[0]):
+        length = k.shape[2] if lengths is None else int(lengths[b])
+        for n in range(-(-length // size)):
+            yield b, n, k[b, :, n * size : min((n + 1) * size, length)].cpu().double()
+
+
+def page_score(q, summary):
+    """Every kind's score by its definition, from the numbers that a ``PageSummary`` stores: fp64 [B, Hq, N], -inf past the length."""
+    return _per_page(_terms(q, summary)[0], summary)
+
+
+def score_error(q, summary):
+    """How far an fp32 score may be from ``page_score``, fp64 [B, Hq, N].
+
+    A sum of D products in fp32, in any order, is off by at most (D + 1) * 2^-24 of the sum of their magnitudes, to first order; adding the
+    second product, or the norm times the radius (about D / 2 roundings), keeps within that. Hardware may cut instead of round, which doubles
+    it: D * 2^-23. What falls below the smallest normal fp32 number, 2^-126, may be flushed to 0, once for each product.
+    """
+    magnitude = _terms(q, summary)[1]
+    return _per_page(q.shape[-1] * (2**-23 * magnitude + 2**-126), summary)
+
+
+def _terms(q, summary):
+    """(score, sum of the magnitudes that it adds up) of every entry, fp64 [B, Hq, S]."""
+    if summary.kind == "minmax":
+        largest = torch.maximum(summary.kmin.abs(), summary.kmax.abs())
+        return page_bound(q, summary.kmin, summary.kmax), page_bound(q.abs(), -largest, largest)
+    group = q.shape[1] // summary.mean.shape[1]
+    fields = {name: field.cpu().double().repeat_interleave(group, dim=1) for name, field in summary.fields.items()}
+    q = q.cpu().double()[:, :, None]
+    along, around = q * fields["mean"], 0.0
+    if summary.kind == "mean_std":
+        around = 3 * (q.abs() * fields["std"]).sum(-1)
+    if summary.kind == "mean_radius":
+        around = q.norm(dim=-1) * fields["radius"]
+    return along.sum(-1) + around, along.abs().sum(-1) + around
+
+
+def _per_page(entries, summary):
+    """The largest value over each page's entries that hold a token, [B, Hq, N]."""
+    first_token = torch.arange(entries.shape[-1]) * summary.bound_size
+    entries = entries.masked_fill((first_token >= summary.lengths.cpu()[:, None])[:, None], float("-inf"))
+    per_page = summary.page_size // summary.bound_size
+    return torch.nn.functional.pad(entries, (0, -entries.shape[-1] % per_page), value=float("-inf")).unflatten(-1, (-1, per_page)).amax(-1)
 
 
 def _aligned(q, kmin, kmax):

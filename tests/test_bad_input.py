@@ -289,6 +289,9 @@ def test_keys_to_summarise(what, backend, good):
 
 def test_summary_options(good):
     refuses(ValueError, "kind must be one of", "'median'", call=lambda: summarize_pages(good["k"], 16, kind="median"))
+    for wrong in (0, 4, 12, 32, "8", 8.0, True):
+        words = "bound_size must be a power of two from 8 to the page size 16", repr(wrong)
+        refuses(ValueError, *words, call=lambda: summarize_pages(good["k"], 16, bound_size=wrong))
     refuses(ValueError, "backend must be", "'numpy'", call=lambda: summarize_pages(good["k"], 16, backend="numpy"))
 
 
@@ -314,10 +317,42 @@ def test_score_options(backend, good):
     for wrong in ("mean", None, 0):
         refuses(ValueError, "group must be one of", repr(wrong), call=lambda: page_scores(good["q"], summary, group=wrong, backend=backend))
     refuses(ValueError, "backend must be", "'numpy'", call=lambda: page_scores(good["q"], summary, backend="numpy"))
-    summary.kmax = tokens_last(summary.kmax)
-    refuses(ValueError, "summary.kmin and summary.kmax", "strides", call=lambda: page_scores(good["q"], summary, backend=backend))
-    summary.kmin = tokens_last(summary.kmin)
-    refuses(ValueError, "summary.kmin must be contiguous", call=lambda: page_scores(good["q"], summary, backend=backend))
+    for name in ("kmax", "kmin"):
+        setattr(summary, name, tokens_last(getattr(summary, name)))
+        refuses(ValueError, f"summary.{name} must be contiguous", call=lambda: page_scores(good["q"], summary, backend=backend))
+
+
+FIELDS = {
+    "no radius": ("mean_radius", dict(radius=None), TypeError, ("summary.radius must be a torch tensor", "NoneType")),
+    "another number of entries": (
+        "minmax", dict(kmax=torch.zeros(2, 2, 2, 64)), ValueError, ("summary.kmax must go with summary.kmin [2, 2, 3, 64]", "[2, 2, 2, 64]"),
+    ),
+    "a radius for another batch": (
+        "mean_radius", dict(radius=torch.zeros(1, 2, 3)), ValueError, ("summary.radius must go with summary.mean", "[1, 2, 3]"),
+    ),
+    "a std with a radius' shape": (
+        "mean_std", dict(std=torch.zeros(2, 2, 3)), ValueError, ("summary.std must have shape [B, Hkv, S, D]", "[2, 2, 3]"),
+    ),
+    "a std of another dtype": (
+        "mean_std", dict(std=torch.zeros(2, 2, 3, 64).half()), TypeError, ("summary.std must have q's dtype", "float16"),
+    ),
+}  # fmt: skip
+
+
+@each_backend
+@pytest.mark.parametrize("what", FIELDS)
+def test_fields_of_a_summary(what, backend, good, device):
+    kind, change, error, words = FIELDS[what]
+    summary = summarize_pages(good["k"], 16, kind=kind, backend="torch")
+    for name, value in change.items():
+        setattr(summary, name, value if value is None else value.to(device))
+    refuses(error, *words, call=lambda: page_scores(good["q"], summary, backend=backend))
+
+
+def test_a_summary_of_no_kind(good):
+    refuses(ValueError, "kind must be one of", "'median'", call=lambda: summaries.PageSummary("median", 16, good["lengths"]))
+    refuses(ValueError, "page_size must be one of", "17", call=lambda: summaries.PageSummary("mean", 17, good["lengths"]))
+    refuses(ValueError, "bound_size must be", "64", call=lambda: summaries.PageSummary("mean", 32, good["lengths"], bound_size=64))
 
 
 @each_backend

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pageskip_lib import Budget, PageList, reference, summarize_pages  # before transformers: it imports triton
+from pageskip_lib import Budget, PageList, page_scores, reference, select_pages, summarize_pages  # before transformers: it imports triton
 from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
 from pageskip_lib.quality.policies import POLICIES, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
@@ -339,26 +339,33 @@ def fill(layer, tokens, seed, dtype=torch.float32, device="cpu", batch=2):
     return layer.update(*(randn(batch, 2, tokens, 64, seed=seed + n, dtype=dtype, device=device) for n in (0, 10_000)))
 
 
-def assert_summary_is_current(layer, page_size=16):
-    """Bit for bit what a rebuild from the cached keys gives, which is what the reference says."""
-    found, rebuilt = layer.summary(page_size), summarize_pages(layer.keys.contiguous(), page_size)
+def assert_summary_is_current(layer, page_size=16, **options):
+    """What a rebuild from the cached keys gives; for minmax bit for bit, and what the reference says."""
+    found, rebuilt = layer.summary(page_size, **options), summarize_pages(layer.keys.contiguous(), page_size, **options)
     assert found.page_size == page_size and found.lengths.tolist() == [layer.get_seq_length()] * layer.keys.shape[0]
+    assert (found.kind, found.bound_size) == (rebuilt.kind, rebuilt.bound_size)
+    if found.kind != "minmax":
+        for name, field in found.fields.items():  # sums, which a GPU may add up in another order for another number of pages
+            torch.testing.assert_close(field, rebuilt.fields[name], rtol=2**-20, atol=2**-20)
+        return
     assert same_bits(found.kmin, rebuilt.kmin) and same_bits(found.kmax, rebuilt.kmax)
-    kmin, kmax = reference.minmax_summary(layer.keys, page_size)
+    kmin, kmax = reference.minmax_summary(layer.keys, found.bound_size)
     assert torch.equal(found.kmin.cpu().double(), kmin) and torch.equal(found.kmax.cpu().double(), kmax)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_summaries_stay_current_token_by_token(page_size, device):
+@pytest.mark.parametrize(
+    "page_size, options", [(16, {}), (64, {}), (64, dict(bound_size=8)), (16, dict(kind="mean_radius")), (16, dict(kind="mean_std", bound_size=8))]
+)
+def test_summaries_stay_current_token_by_token(page_size, options, device):
     """Cases G1 and G3: across page boundaries and past the first buffer (256 tokens), each step equal to a rebuild."""
     layer = LiveCacheLayer()
     fill(layer, 240, seed=0, device=device)
-    assert_summary_is_current(layer, page_size)
+    assert_summary_is_current(layer, page_size, **options)
     for token in range(40):
         keys, values = fill(layer, 1, seed=token + 1, device=device)
         assert keys.shape == values.shape == (2, 2, 241 + token, 64)
         if token % 3 or token > 30:  # also when some steps never asked for the summary
-            assert_summary_is_current(layer, page_size)
+            assert_summary_is_current(layer, page_size, **options)
 
 
 def test_update_returns_all_that_was_appended(device):
@@ -455,13 +462,14 @@ def test_reset_forgets_everything(device):
     assert_summary_is_current(layer)
 
 
-def test_two_page_sizes_in_turn(device):
-    """One cache, two policies: the summaries never mix."""
+def test_page_sizes_and_kinds_in_turn(device):
+    """One cache, three policies: the summaries never mix."""
     layer = LiveCacheLayer()
     for seed in range(6):
         fill(layer, 21, seed, device=device)
         assert_summary_is_current(layer, 16)
         assert_summary_is_current(layer, 64)
+        assert_summary_is_current(layer, 64, kind="mean", bound_size=16)
 
 
 @given(
@@ -528,7 +536,7 @@ def test_sliding_layers_cannot_be_rolled_back(device):
 
 def choose(policy, layer_idx=5, tokens=160, device="cpu"):
     q, keys = randn(1, 4, 64, device=device), randn(1, 2, tokens, 64, seed=1, device=device)
-    return policy.choose(layer_idx, q, keys, lambda: summarize_pages(keys, policy.page_size))
+    return policy.choose(layer_idx, q, keys, lambda **options: summarize_pages(keys, policy.page_size, **options))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -564,3 +572,23 @@ def test_policy_refuses_other_page_sizes():
     for policy in (PageskipPolicy, WindowPolicy, RandomPolicy):
         with pytest.raises(ValueError, match="page_size must be one of"):
             policy(Budget(5), page_size=48)
+
+
+def test_policy_takes_kind_bound_size_and_group():
+    """The lists are those of the scores that the options name; the defaults are the plain bound."""
+    q, keys = randn(1, 4, 64), randn(1, 2, 640, 64, seed=1)
+    lengths = torch.tensor([640], dtype=torch.int32)
+    lists = []
+    for options in ({}, dict(kind="mean_std"), dict(bound_size=8), dict(group="sum"), dict(kind="mean", group="softmax_sum")):
+        scores = dict(kind="minmax", bound_size=None, group="max") | options
+        summary = summarize_pages(keys, 16, kind=scores["kind"], bound_size=scores["bound_size"])
+        expected = select_pages(page_scores(q, summary, group=scores["group"]), Budget(8), lengths, 16)
+        lists.append(choose(PageskipPolicy(Budget(8), **options), tokens=640).pages)
+        assert torch.equal(lists[-1], expected.pages)
+    assert any(not torch.equal(one, lists[0]) for one in lists[1:])
+
+
+@pytest.mark.parametrize("name, value", [("kind", "median"), ("bound_size", 32), ("group", "none")])
+def test_policy_refuses_other_options(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
+        PageskipPolicy(Budget(5), **{name: value})

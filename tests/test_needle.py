@@ -99,6 +99,10 @@ def test_a_partly_filled_page_counts_its_tokens_only():
     bound = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16)
     assert needle.bytes_read(call, bound, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 3) * 64 * 2
     assert needle.bytes_read((0, 40, None), bound, 2, 64, 2) == 2 * 2 * 40 * 64 * 2
+    finer = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, bound_size=8)  # 5 entries, of two vectors each
+    assert needle.bytes_read(call, finer, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 5) * 64 * 2
+    radius = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="mean_radius")  # one vector and 4 bytes
+    assert needle.bytes_read(call, radius, 2, 64, 2) == 2 * 2 * (16 + 8) * 64 * 2 + 2 * 3 * (64 * 2 + 4)
 
 
 def test_a_straddling_code_needs_all_of_its_pages():

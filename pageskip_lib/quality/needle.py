@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from ..checks import page_count
 from ..live_model import LiveCache, prefill, step, use_pageskip
 from ..models import check_fits
 from ..selection import Budget
+from ..summaries import entry_bytes
 from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 DATA = Path(__file__).resolve().parent.parent.parent / "data"
@@ -95,10 +97,10 @@ def bytes_read(call, policy, kv_heads, dim, element_size):
         return 2 * kv_heads * tokens * dim * element_size
     listed = pages.pages[pages.pages >= 0]
     held = (tokens - listed * policy.page_size).clamp(max=policy.page_size)
-    rows = int(held.sum())
+    read = 2 * int(held.sum()) * dim * element_size
     if policy.reads_summaries:
-        rows += kv_heads * -(-tokens // policy.page_size)
-    return 2 * rows * dim * element_size
+        read += kv_heads * page_count(tokens, policy.bound_size) * entry_bytes(policy.kind, dim, element_size)
+    return read
 
 
 def held_by_step(calls, prompt, policy):

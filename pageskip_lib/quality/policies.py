@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import check_page_size, page_count
-from ..scores import page_scores
+from ..checks import check_bound_size, check_page_size, page_count
+from ..scores import GROUPS, page_scores
 from ..selection import Budget, select_pages
+from ..summaries import check_kind
 
 DENSE_LAYERS = 2  # layers 0 and 1 attend by position, not by content: no bound can rank their pages (Quest does the same)
 
@@ -31,7 +32,7 @@ class Policy:
     def choose(self, layer_idx, q, keys, summary):
         """The ``PageList`` for q [B, Hq, D] over keys [B, Hkv, T, D], or None to read everything.
 
-        summary() makes the layer's ``PageSummary``, for policies that read it.
+        summary(kind="minmax", bound_size=None) makes the layer's ``PageSummary``, for policies that read it.
         """
         if layer_idx < self.dense_layers:
             return None
@@ -56,14 +57,29 @@ class FullPolicy:
         return None
 
 
+@dataclass
 class PageskipPolicy(Policy):
-    """The pages with the highest bound on q.k (Quest, arXiv 2406.10774), the largest over the group's query heads."""
+    """The pages with the highest score: by default the bound on q.k (Quest, arXiv 2406.10774), the largest over the group's query heads.
+
+    kind, bound_size: of the summaries, as ``summarize_pages`` takes them. group: as ``page_scores`` takes it, but for "none".
+    """
+
+    kind: str = "minmax"
+    bound_size: int | None = None
+    group: str = "max"
 
     name = "pageskip"
     reads_summaries = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_kind(self.kind)
+        self.bound_size = check_bound_size(self.bound_size, self.page_size)
+        if self.group not in GROUPS or self.group == "none":
+            raise ValueError(f"group must be one of {GROUPS[:-1]}, since a KV head has one list, got {self.group!r}.")
+
     def score(self, q, keys, summary):
-        return page_scores(q, summary(), group="max")
+        return page_scores(q, summary(kind=self.kind, bound_size=self.bound_size), group=self.group)
 
 
 class WindowPolicy(Policy):
