@@ -385,3 +385,21 @@ def step_reads(contexts, reads, caption):
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     return figure
+
+
+STEP_COLOURS = {"pageskip step": "#0072B2", "pageskip dense": "#4d4d4d", "score": "#E69F00", "select": "#CC79A7", "attend": "#009E73"}
+
+
+def step_lines(rows, arms, caption):
+    """Time against context for some arms of the step, as ``bench.step`` measures them here; the title says how much each grows."""
+    took = {arm: sorted((row["tokens"], row["microseconds"]) for row in rows if row["arm"] == arm) for arm in arms}
+    contexts = [tokens for tokens, _ in took[arms[0]]]
+    grown = ", ".join(f"{arm.removeprefix('pageskip ')} ~{points[-1][1] / points[0][1]:.1f}" for arm, points in took.items())
+    figure, axes = _blank(f"{contexts[0]:,} to {contexts[-1]:,} tokens, times as long: {grown}", caption)
+    for arm, points in took.items():
+        axes.plot(*zip(*points), marker=".", color=STEP_COLOURS[arm], label=arm)
+    axes.set(xlabel="context (tokens)", ylabel="time of one call (µs)", xscale="log", yscale="log")
+    axes.set_xticks(contexts, [f"{tokens:,}" for tokens in contexts])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -234,3 +234,10 @@ def test_the_title_of_splits_says_what_the_rule_lost():
     rows = [dict(batch=1, tokens=65536, splits=n, microseconds=t, chosen=n == 4) for n, t in ((1, 300.0), (2, 100.0), (4, 110.0))]
     title = title_of(figures.splits_time(rows, "x"))
     assert title == "One split: up to 3 times slower than the best. The rule's choice (circle): within 10%"
+
+
+def test_step_lines_say_what_grows():
+    rows = [dict(arm=arm, tokens=n, microseconds=n * slope + 10) for arm, slope in (("score", 0.01), ("attend", 0)) for n in (1000, 16000)]
+    figure = figures.step_lines(rows, ("score", "attend"), "x")
+    assert title_of(figure) == "1,000 to 16,000 tokens, times as long: score ~8.5, attend ~1.0"
+    assert "(µs)" in figure.axes[0].get_ylabel() and len(figure.axes[0].lines) == 2

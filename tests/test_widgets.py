@@ -57,6 +57,11 @@ def memory_wall():
     return dict(CARDS=CARDS, MODELS=MODELS, decode_step=decode_step)
 
 
+def sparse_notebook():
+    grows = dict(score=0.001, select=0.002, attend=0.0, **{"pageskip step": 0.003, "pageskip dense": 0.1})
+    return dict(rows=[dict(arm=arm, tokens=n, microseconds=9 + n * slope, dtype="float32") for arm, slope in grows.items() for n in (4096, 65536)])
+
+
 def pitfalls_notebook():
     rows = [
         dict(trap="cache", tokens=tokens, arm=f"{kernel} {how}", kv_bytes=32768 * tokens, gb_per_s=slow * (1000 + n * (how == "warm")))
@@ -75,7 +80,7 @@ def page_bound():
 
 STAND_INS = {
     "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
-    "04_page_bound_and_gemm_identity": page_bound, "08_needle": needle_notebook,
+    "04_page_bound_and_gemm_identity": page_bound, "05_sparse_kernel": sparse_notebook, "08_needle": needle_notebook,
 }  # fmt: skip
 
 
