@@ -124,7 +124,7 @@ def _select_kernel(
     key = tl.where(forced, 0xFFFFFFFF, key)
 
     # All along, fewer keys than the budget reach ``high`` (``above`` of them), and at least the budget reach ``low`` (``reach``).
-    # Only at the start can it be otherwise: no place left beside the forced pages, or no more pages than places.
+    # Only at the start can it be otherwise, and then there is nothing to search: forced pages take every place, or all pages have one.
     above = tl.minimum(sink + local, held)
     reach = held
     while (above < budget) & (reach > budget) & (high > low + 1):
