@@ -124,7 +124,7 @@ def _select_kernel(
     key = tl.where(forced, 0xFFFFFFFF, key)
 
     # All along, fewer keys than the budget reach ``high`` (``above`` of them), and at least the budget reach ``low`` (``reach``).
-    # Only at the start can it be otherwise: no place left beside the forced pages, or no more pages than places.
+    # Only at the start can it be otherwise, and then there is nothing to search: forced pages take every place, or all pages have one.
     above = tl.minimum(sink + local, held)
     reach = held
     while (above < budget) & (reach > budget) & (high > low + 1):
@@ -223,7 +223,7 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     picked, unless forced; +inf is the best score, but forced pages come first; -0.0 and 0.0 are equal. budget: a ``Budget``.
     lengths: [B] int32 on scores' device, or None when every page is held. page_size: 16, 32, 64 or 128. row_budgets: [B] int32 on
     scores' device, each sequence's own K, brought into the range from sink + local to budget.pages; without it K is budget.pages.
-    out: a ``PageList`` to write into, contiguous, [B, Hkv, budget.pages] and [B, Hkv].
+    out: a ``PageList`` to write into, contiguous, [B, Hkv, budget.pages] and [B, Hkv]. backend: "auto", "triton" or "torch".
 
     Returns a ``PageList`` with budget.pages columns (``out`` if given): min(K, pages held) pages each, and all of them when they fit.
     Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph. Triton makes it

@@ -10,12 +10,13 @@ where the result goes as far as the loadable hsaco. But the kernels must not be 
 which pretends to have a GPU while pageskip_lib is imported.
 
 What a launch compiles to follows from the kernel, its constants (all of ``launch_shape``, and the page size), its options, the
-dtypes and the target. ``launch_shape`` reads of a card its shared memory, whether it launches dependents early, and whether it has
-at least as many SMs as there are rows; so cards that agree in the first two and in the target are one, once with few rows and once
-with many: an RTX 4060 is an RTX 4090 here, and equal launches are compiled once. Caches are taken as laid out in multiples of 16
-elements, lengths as given, splits as more than one. What is left out without ``--all``: bf16, which is as wide as fp16; all but one
-D and one G of those that are padded to the same power of two (the ones taken have padding to mask); many rows for the sparse kernel
-and for fp32, where the tile is no wider than with few; and the sparse kernel in fp32 with more than 32 heads a KV head.
+dtypes and the target. ``launch_shape`` reads of a card its shared memory, whether it launches dependents early, and whether it
+has at least as many SMs as there are rows; so cards that agree in the first two and in the target are one, once with few rows and
+once with many: an RTX 4060 is an RTX 4090 here, and equal launches are compiled once. Caches are taken as laid out in multiples
+of 16 elements, lengths and row budgets as given, splits as more than one, rows to select from as ROW_PAGES wide. What is left out
+without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
+ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; and the
+sparse kernel in fp32 with more than 32 heads a KV head.
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
 memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is

@@ -239,7 +239,7 @@ def test_nothing_is_written_beside_the_list(backend, device):
     for pages, columns in ((1, 3), (40, 3), (40, 8), (40, 77), (2, 200)):
         out = PageList(guarded.make((3, 2, columns), torch.int32, device), guarded.make((3, 2), torch.int32, device))
         select_pages(torch.zeros(3, 2, pages, device=device), Budget(columns), int32([pages * 16, 16, 0], device), 16, out=out, backend=backend)
-    guarded.intact()
+    assert guarded.intact()
 
 
 @each_backend
