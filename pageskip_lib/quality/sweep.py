@@ -26,13 +26,13 @@ METRICS = ("mass", "forced", "error", "top1", "top4", "read")
 
 
 def grid(page_sizes=(16, 32, 64, 128)):
-    """The settings of the recorded sweep: for each page size the policies without scores, the bound under every aggregator and with bounds a half
-    and a quarter as long, and the other kinds; mean_std under every aggregator too."""
+    """The settings of the recorded sweep: for each page size the policies without scores, the bound under every aggregator, every other kind
+    under two, and bounds over a half and a quarter of the page."""
     found = []
     for page_size in page_sizes:
         found += [Setting(policy, page_size) for policy in ("oracle", "window", "random")]
-        found += [Setting("pageskip", page_size, kind, page_size, group) for kind in ("minmax", "mean_std") for group in recall.AGGREGATORS]
-        found += [Setting("pageskip", page_size, kind, page_size, "max") for kind in ("mean_radius", "mean")]
+        for kind in summaries.KINDS:
+            found += [Setting("pageskip", page_size, kind, page_size, group) for group in (recall.AGGREGATORS if kind == "minmax" else ("max", "sum"))]
         found += [Setting("pageskip", page_size, "minmax", size, "max") for size in (page_size // 2, page_size // 4) if size >= 8]
     return found
 
@@ -84,7 +84,7 @@ def sweep(captures, settings=None, shares=SHARES, *, scratch=None, progress=Fals
     A row: the setting's fields and label, budget (share asked for), read (share read), mass with its 95% interval low and high, p10 (tenth
     percentile over all layers, steps and KV heads), worst and worst_head ([layer, KV head] with the lowest mean), outside (the mass outside the
     forced pages) and outside_kept (how much of that is kept), error, top1, top4, per_layer (mass of each layer), at ``HEAT_SHARE`` per_head
-    ([layer][KV head]), and for the bound and mean_std over_max: [mean, low, high] of the mass minus that of the same setting under "max".
+    ([layer][KV head]), and where the same setting under "max" was measured too, over_max: [mean, low, high] of the mass minus that one's.
     Budgets that do not hold the forced pages have no row. Raises ValueError when captured sets do not fit each other.
     """
     settings = grid() if settings is None else settings
@@ -173,3 +173,24 @@ def interval(positions, level=0.95):
     drawn = torch.randint(len(positions), (DRAWS, len(positions)), generator=torch.Generator().manual_seed(0))
     low, high = torch.quantile(positions[drawn].mean(1), torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=positions.dtype))
     return float(positions.mean()), float(low), float(high)
+
+
+def table(rows, budget=HEAT_SHARE):
+    """The rows of one budget as text, most mass first."""
+    lines = [f"{'':<38}{'read':>7}{'mass kept':>11}{'95% interval':>18}{'10th pct.':>11}{'worst head':>12}{'outside':>9}{'error':>7}{'top 1':>7}{'top 4':>7}"]
+    for row in sorted((row for row in rows if row["budget"] == budget), key=lambda row: -row["mass"]):
+        lines.append(
+            f"{row['label']:<38}{row['read']:>7.1%}{row['mass']:>11.1%}{row['low']:>11.1%} - {row['high']:.1%}{row['p10']:>10.1%}{row['worst']:>12.1%}"
+            f"{row['outside_kept']:>9.1%}{row['error']:>7.2f}{row['top1']:>7.0%}{row['top4']:>7.0%}"
+        )
+    return "\n".join(lines)
+
+
+def ablation(rows, page_size=16, budget=1 / 4):
+    """How the query heads of a group agree on pages, for the bound at one page size and budget, as text: mass, and the difference to "max"."""
+    lines = [f"{'group':<16}{'read':>7}{'mass kept':>11}{'over max, 95% interval':>28}"]
+    for row in rows:
+        if (row["kind"], row["bound_size"], row["page_size"], row["budget"]) == ("minmax", page_size, page_size, budget):
+            over = "{:+.2%} [{:+.2%}, {:+.2%}]".format(*row["over_max"]) if "over_max" in row else ""
+            lines.append(f"{recall.GROUP_NAMES.get(row['group'], row['group']):<16}{row['read']:>7.1%}{row['mass']:>11.2%}{over:>28}")
+    return "\n".join(lines)
