@@ -392,7 +392,7 @@ def layer_heat(rows, layers, caption, *, dense_layers=2):
     first = rows[0]
     split = [[x for heads, layer in zip(first["per_head"], layers) if (layer < dense_layers) == low for x in heads] for low in (True, False)]
     low, high = (sum(part) / len(part) for part in split)
-    title = f"{first['label']}, {first['budget']:.1%}: layers below {dense_layers} keep {low:.0%} of the attention, the others {high:.0%}"
+    title = f"Layers below {dense_layers} keep {low:.0%}, the others {high:.0%} ({first['label']}, {first['budget']:.1%})"
     figure, axes = _blank(title, caption, height=0.6 + 0.95 * len(rows))
     axes.remove()
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
