@@ -47,6 +47,7 @@ class Captured:
         """Write safetensors, with all that is not a tensor as JSON in the metadata."""
         facts = json.dumps({name: getattr(self, name) for name in FACTS})
         save_file({name: getattr(self, name).contiguous() for name in TENSORS}, path, metadata={"pageskip": facts})
+        Path(path).chmod(0o644)  # safetensors writes 0600, which another user of a shared checkout cannot read
 
     @classmethod
     def load(cls, path=SHIPPED):

@@ -12,7 +12,7 @@ import torch
 from ..checks import check_bound_size, check_page_size, page_count
 from ..scores import GROUPS, page_scores
 from ..selection import Budget
-from ..summaries import check_kind, entry_bytes, summarize_pages
+from ..summaries import PageSummary, check_kind, entry_bytes, summarize_pages
 
 POLICIES = ("oracle", "pageskip", "window", "random")
 AGGREGATORS = (*GROUPS, "union")
@@ -122,8 +122,15 @@ class Layer:
     def summary(self, page_size, kind, bound_size):
         """The ``PageSummary`` that each of the S steps would see. Entries do not depend on the page size, so page sizes share them."""
         if (kind, bound_size) not in self._summaries:
-            keys = self.keys.expand(len(self.q), -1, -1, -1)
-            self._summaries[kind, bound_size] = summarize_pages(keys, page_size, lengths=self.lengths, kind=kind, bound_size=bound_size, backend="torch")
+            options = dict(kind=kind, bound_size=bound_size, backend="torch")
+            whole = summarize_pages(self.keys[None], page_size, **options).fields
+            fields = {name: entries.repeat(len(self.q), *[1] * (entries.dim() - 1)) for name, entries in whole.items()}
+            for n, length in enumerate(self.lengths.tolist()):  # steps differ only in the entry that was being filled
+                entry = (length - 1) // bound_size
+                part = summarize_pages(self.keys[None, :, entry * bound_size : length], page_size, **options).fields
+                for name, entries in part.items():
+                    fields[name][n, :, entry] = entries[0, :, 0]
+            self._summaries[kind, bound_size] = PageSummary(kind, page_size, self.lengths, **fields, bound_size=bound_size)
         return replace(self._summaries[kind, bound_size], page_size=page_size)
 
     def scores(self, setting):

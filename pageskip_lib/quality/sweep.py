@@ -81,12 +81,11 @@ def sweep(captures, settings=None, shares=SHARES, *, scratch=None, progress=Fals
     captures: ``Captured`` sets with the same layers and heads. shares: budgets, as shares of the cache's bytes. scratch: path of the file of
     finished cells, removed at the end. Layers below ``DENSE_LAYERS`` count in per_layer and per_head only, since no policy chooses there.
 
-    A row: the setting's fields and label, budget (share asked for), pages (K at the last
-    position), read (share read), mass with its 95% interval low and high, p10 (tenth
-    percentile over all layers, steps and KV heads), worst and worst_head ([layer, KV head] with the lowest mean), outside (the mass outside the
-    forced pages) and outside_kept (how much of that is kept), error, top1, top4, per_layer (mass of each layer), at ``HEAT_SHARE`` per_head
-    ([layer][KV head]), and where the same setting under "max" was measured too, over_max: [mean, low, high] of the mass minus that one's.
-    Budgets that do not hold the forced pages have no row. Raises ValueError when captured sets do not fit each other.
+    A row: the setting's fields and label, budget (share asked for), pages (K at the last position), read (share read), mass with its 95%
+    interval low and high, p10 (tenth percentile over all layers, steps and KV heads), worst and worst_head ([layer, KV head] with the lowest
+    mean), outside (the mass outside the forced pages) and outside_kept (how much of that is kept), error, top1, top4, per_layer (mass of each
+    layer), at ``HEAT_SHARE`` per_head ([layer][KV head]), and where the same setting under "max" was measured too, over_max: [mean, low, high]
+    of the mass minus that one's. Budgets that do not hold the forced pages have no row. Raises ValueError when captured sets do not fit each other.
     """
     settings = grid() if settings is None else settings
     first = captures[0]
@@ -143,8 +142,9 @@ def _row(setting, share, tensors, captured, deep):
     mean, low, high = interval(mass.mean((1, 2)))
     worst = divmod(int(by_head.argmin()), by_head.shape[1])
     outside = 1 - of["forced"].mean()
+    pages = setting.pages_within(share, len(captured.ids), captured.keys.shape[-1], captured.keys.element_size())
     row = asdict(setting) | dict(
-        label=setting.label, budget=share, pages=setting.pages_within(share, len(captured.ids), captured.keys.shape[-1], captured.keys.element_size()), read=_short(of["read"].mean()), mass=_short(mean), low=_short(low), high=_short(high),
+        label=setting.label, budget=share, pages=pages, read=_short(of["read"].mean()), mass=_short(mean), low=_short(low), high=_short(high),
         p10=_short(torch.quantile(mass.flatten(), 0.1)), worst=_short(by_head.min()),
         worst_head=[captured.layers[deep[worst[0]]], captured.kv_heads[worst[1]]], outside=_short(outside),
         outside_kept=_short((mass - of["forced"]).mean() / outside), **{name: _short(of[name].mean()) for name in ("error", "top1", "top4")},
