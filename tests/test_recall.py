@@ -284,6 +284,30 @@ def test_the_command_measures_prints_and_records(tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_the_shipped_set_is_the_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SCRATCH", tmp_path)
+    main(["recall", "--json", "-"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["settings"]["model"] == "SmolLM2-135M-Instruct" and record["settings"]["layers"] == [0, 1, 5, 8, 13, 21]
+    assert record["rows"] == sweep([Captured.load()])
+
+
+@pytest.mark.parametrize("name", ["cpu_transcripts", "cpu_jargon"])
+def test_the_recorded_sweeps_hold_together(name):
+    """Whole grids of 64 positions in 30 layers; at equal bytes no choice keeps more than its page size's oracle, and more bytes keep more."""
+    record = records.load("recall", name)
+    assert record["settings"]["positions"] == 64 and record["settings"]["layers"] == list(range(30)) and len(set(record["settings"]["contexts"])) == 4
+    rows = {(row["label"], row["budget"]): row for row in record["rows"]}
+    assert {label for label, _ in rows} == {setting.label for setting in grid()}
+    for (label, budget), row in rows.items():
+        assert row["read"] <= budget and row["low"] <= row["mass"] <= row["high"] and len(row["per_layer"]) == 30
+        assert row["mass"] <= rows[f"oracle, page {row['page_size']}", budget]["mass"]
+        assert row["outside_kept"] * row["outside"] == pytest.approx(row["mass"] - (1 - row["outside"]), abs=3e-4)
+        assert ("per_head" in row) == (budget == module.HEAT_SHARE)
+        more = [other["mass"] for (name, share), other in rows.items() if name == label and share > budget]
+        assert all(row["mass"] <= mass for mass in more)
+
+
 def test_the_command_captures_what_it_is_told(smollm, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pageskip_lib.quality.__main__.load_model", lambda name, dtype=None: smollm)
     file = str(tmp_path / "set.safetensors")

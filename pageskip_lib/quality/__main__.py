@@ -89,7 +89,6 @@ def capture_command(options):
 
 
 def recall_command(options):
-    started = time.perf_counter()
     captures = [Captured.load(path) for path in options.captured]
     rows = sweep.sweep(captures, scratch=sweep.scratch_path(captures), progress=True)
     first = captures[0]
@@ -97,8 +96,8 @@ def recall_command(options):
         model=first.provenance["model"], dtype=first.provenance["dtype"], contexts=[one.provenance["context"] for one in captures],
         captured=[one.provenance["date"] for one in captures], tokens=[len(one.ids) for one in captures], positions=sum(len(one.lengths) for one in captures),
         layers=first.layers, kv_heads=first.kv_heads, group=first.queries.shape[3] // len(first.kv_heads), dense_layers=DENSE_LAYERS,
-        seconds=round(time.perf_counter() - started, 1), method="means over layers, query positions and KV heads; dense layers left out; 95% "
-        "bootstrap intervals over query positions; budgets and read are shares of the cache's bytes, page summaries included",
+        method="means over layers, query positions and KV heads; dense layers left out; 95% bootstrap intervals over query positions; "
+        "budgets and read are shares of the cache's bytes, page summaries included",
     )  # fmt: skip
     record = records.stamped(rows, settings)
     if options.json == "-":
