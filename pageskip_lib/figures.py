@@ -348,6 +348,45 @@ def baseline_bars(rows, caption):
     return figure
 
 
+def box_bound(keys, q, caption):
+    """A page of 2-D keys, the box around them, and the corner that bounds q.k. keys: [P, 2], q: [2], both tensors."""
+    low, high = keys.amin(0), keys.amax(0)
+    corner, best = [high[d] if q[d] > 0 else low[d] for d in (0, 1)], keys[(keys @ q).argmax()]
+    bound, reached = float(q[0] * corner[0] + q[1] * corner[1]), float(best @ q)
+    figure, axes = _blank(f"The corner says {bound:.2f}, the best key reaches {reached:.2f}: {bound - reached:.2f} too much", caption, height=3)
+    across, up = (high - low).tolist()
+    axes.plot(low[0] + across * low.new_tensor([0, 1, 1, 0, 0]), low[1] + up * low.new_tensor([0, 0, 1, 1, 0]), color="#4d4d4d", linewidth=1)
+    axes.plot(*keys.T, "o", color="#999999", label="keys")
+    for point, colour, label in ((corner, FLATTERED, "bounding corner"), (best, HONEST, "best key")):
+        # Everything on the dashed line has the same product with q.
+        axes.axline([float(x) for x in point], [float(point[0] - q[1]), float(point[1] + q[0])], color=colour, linewidth=0.8, linestyle="--")
+        axes.plot(*[float(x) for x in point], "o", color=colour, markersize=9, label=label)
+    axes.quiver(0, 0, float(q[0]), float(q[1]), angles="xy", scale_units="xy", scale=1, width=0.008, label="query")
+    axes.set(xlabel="dimension 0", ylabel="dimension 1", xlim=(-3, 3), ylim=(-2, 2), xticks=(-2, 0, 2), yticks=(-2, 0, 2), aspect="equal")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def step_reads(contexts, reads, caption):
+    """Bytes that one step reads over the context, for several ways to choose pages.
+
+    contexts: tokens, ascending. reads: {label: bytes at each context}; the first one reads the whole cache, the title speaks of the second.
+    """
+    whole, asked = list(reads)[:2]
+    now = reads[whole][-1] / reads[asked][-1]
+    limit = (reads[whole][-1] - reads[whole][-2]) / (reads[asked][-1] - reads[asked][-2])
+    title = f"{asked}: {now:.1f}x fewer bytes at {contexts[-1]:,} tokens, {limit:.0f}x at most"
+    figure, axes = _blank(title, caption, height=2.5)
+    for (label, sizes), colour in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7")):
+        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, label=label)
+    axes.set(xlabel="context (tokens)", ylabel="MB read in a step", xscale="log", yscale="log")
+    axes.set_xticks(contexts[::3], [f"{tokens // 1024}k" for tokens in contexts[::3]])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    return figure
+
+
 FAMILY = {name: COLOURS[name] for name in ("oracle", "window", "random")} | {"minmax": COLOURS["pageskip"], "mean_radius": "#D55E00"}
 PAGE_MARKERS = {16: "o", 32: "s", 64: "^", 128: "D"}
 
@@ -355,7 +394,7 @@ PAGE_MARKERS = {16: "o", 32: "s", 64: "^", 128: "D"}
 def pareto(rows, caption, *, budget=1 / 8):
     """Attention mass kept against bytes read, one line a setting; the best one without an oracle at ``budget`` is drawn thick, on top.
 
-    rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what pages are ranked by, the marker the page size.
+    rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what ranks the pages, the marker the page size.
     """
     lines = {}
     for row in rows:
@@ -369,10 +408,9 @@ def pareto(rows, caption, *, budget=1 / 8):
     for label, line in sorted(lines.items(), key=lambda item: kept.get(item[0], 0)):
         first, top = line[0], label == best
         colour = FAMILY.get(first["kind"] or first["policy"], "#8a8a8a")
-        axes.plot(
-            [row["read"] for row in line], [row["mass"] for row in line], color=colour, marker=PAGE_MARKERS[first["page_size"]], zorder=3 if top else 2,
-            markersize=7 if top else 4, linewidth=2.6 if top else 0.9, label=label,
-        )  # fmt: skip
+        size = dict(zorder=3, markersize=7, linewidth=2.6) if top else dict(zorder=2, markersize=4, linewidth=0.9)
+        points = [row["read"] for row in line], [row["mass"] for row in line]
+        axes.plot(*points, color=colour, marker=PAGE_MARKERS[first["page_size"]], label=label, **size)
     axes.axvline(budget, color="#999999", linewidth=0.8, linestyle="--")
     axes.set(xlabel="bytes read, summaries included (% of the cache)", ylabel="attention mass kept", xscale="log")
     ticks = sorted({row["budget"] for row in rows})
@@ -380,14 +418,15 @@ def pareto(rows, caption, *, budget=1 / 8):
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="outside right center", title=f"most at {budget:.1%} first", title_fontsize=8)
+    order = dict(title=f"most at {budget:.1%} first", title_fontsize=8)
+    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="outside right center", **order)
     return figure
 
 
 def layer_heat(rows, layers, caption, *, dense_layers=2):
-    """Attention mass kept in every layer and KV head, one panel a row. rows: with per_head, of one budget; layers: the numbers of its layers.
+    """Attention mass kept in every layer and KV head, one panel a row.
 
-    The title compares, for the first row, the layers below ``dense_layers`` with the rest.
+    rows: as ``quality.sweep`` makes them, of a budget that has per_head. layers: the numbers of its layers. The title compares, for the first row, the layers below ``dense_layers`` with the rest.
     """
     first = rows[0]
     split = [[x for heads, layer in zip(first["per_head"], layers) if (layer < dense_layers) == low for x in heads] for low in (True, False)]

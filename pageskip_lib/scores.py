@@ -19,7 +19,6 @@ from .runtime import resolve_backend, tl, triton
 from .summaries import PageSummary
 
 GROUPS = ("max", "sum", "softmax_sum", "none")
-BLOCK_ENTRIES = 64
 
 
 @triton.jit
@@ -76,6 +75,11 @@ def _score_kernel(
         tl.store(scores_ptr + (batch * kv_heads + head) * pages + page, score, mask=page < pages)
 
 
+def entries_per_program(block_g, row_bytes):
+    """Summary entries that one program scores: as many as fit, with both fields and the queries, into consumer cards' 99 KB."""
+    return next((entries for entries in (64, 32) if (block_g + 2 * entries) * row_bytes <= 80 * 1024), 16)
+
+
 def page_scores(q, summary, *, group="max", backend="auto"):
     """Score every page for the coming query.
 
@@ -111,11 +115,12 @@ def page_scores(q, summary, *, group="max", backend="auto"):
     scores = torch.empty(batch, q.shape[1] if group == "none" else kv_heads, pages, dtype=torch.float32, device=q.device)
     if scores.numel():
         second = others[0] if others else first
-        _score_kernel[(batch * kv_heads, triton.cdiv(entries, BLOCK_ENTRIES))](
+        block_g, block_d = max(16, triton.next_power_of_2(per_kv_head)), triton.next_power_of_2(dim)
+        block = entries_per_program(block_g, block_d * q.element_size())
+        _score_kernel[(batch * kv_heads, triton.cdiv(entries, block))](
             q, first, second, summary.lengths, scores, q.stride(0), q.stride(1), *first.stride()[:3], *second.stride()[:3],
             kv_heads, entries, pages, KIND=summary.kind, GROUP=group, BOUND=summary.bound_size, PER_PAGE=per_page,
-            G=per_kv_head, D=dim, BLOCK_G=max(16, triton.next_power_of_2(per_kv_head)), BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK_N=BLOCK_ENTRIES // per_page,
+            G=per_kv_head, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_N=block // per_page,
         )  # fmt: skip
     return scores
 

@@ -287,7 +287,8 @@ def test_keys_to_summarise(what, backend, good):
 def test_summary_options(good):
     refuses(ValueError, "kind must be one of", "'median'", call=lambda: summarize_pages(good["k"], 16, kind="median"))
     for wrong in (0, 4, 12, 32, "8", 8.0, True):
-        refuses(ValueError, "bound_size must be a power of two from 8 to the page size 16", repr(wrong), call=lambda: summarize_pages(good["k"], 16, bound_size=wrong))
+        words = "bound_size must be a power of two from 8 to the page size 16", repr(wrong)
+        refuses(ValueError, *words, call=lambda: summarize_pages(good["k"], 16, bound_size=wrong))
     refuses(ValueError, "backend must be", "'numpy'", call=lambda: summarize_pages(good["k"], 16, backend="numpy"))
 
 
@@ -320,11 +321,19 @@ def test_score_options(backend, good):
 
 FIELDS = {
     "no radius": ("mean_radius", dict(radius=None), TypeError, ("summary.radius must be a torch tensor", "NoneType")),
-    "another number of entries": ("minmax", dict(kmax=torch.zeros(2, 2, 2, 64)), ValueError, ("summary.kmax must go with summary.kmin [2, 2, 3, 64]", "[2, 2, 2, 64]")),
-    "a radius for another batch": ("mean_radius", dict(radius=torch.zeros(1, 2, 3)), ValueError, ("summary.radius must go with summary.mean", "[1, 2, 3]")),
-    "a std with a radius' shape": ("mean_std", dict(std=torch.zeros(2, 2, 3)), ValueError, ("summary.std must have shape [B, Hkv, S, D]", "[2, 2, 3]")),
-    "a std of another dtype": ("mean_std", dict(std=torch.zeros(2, 2, 3, 64, dtype=torch.float16)), TypeError, ("summary.std must have q's dtype", "float16")),
-}
+    "another number of entries": (
+        "minmax", dict(kmax=torch.zeros(2, 2, 2, 64)), ValueError, ("summary.kmax must go with summary.kmin [2, 2, 3, 64]", "[2, 2, 2, 64]"),
+    ),
+    "a radius for another batch": (
+        "mean_radius", dict(radius=torch.zeros(1, 2, 3)), ValueError, ("summary.radius must go with summary.mean", "[1, 2, 3]"),
+    ),
+    "a std with a radius' shape": (
+        "mean_std", dict(std=torch.zeros(2, 2, 3)), ValueError, ("summary.std must have shape [B, Hkv, S, D]", "[2, 2, 3]"),
+    ),
+    "a std of another dtype": (
+        "mean_std", dict(std=torch.zeros(2, 2, 3, 64).half()), TypeError, ("summary.std must have q's dtype", "float16"),
+    ),
+}  # fmt: skip
 
 
 @each_backend

@@ -159,6 +159,26 @@ def test_baseline_bars_show_both_claims_and_no_wrong_baseline():
     assert "0.90x over SDPA flash" in title_of(figures.baseline_bars(baseline_rows(90), "x"))
 
 
+def test_the_box_shows_the_corner_that_the_query_picks():
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -0.5]])
+    figure = figures.box_bound(keys, torch.tensor([1.0, 1.0]), "x")
+    assert title_of(figure) == "The corner says 2.00, the best key reaches 1.00: 1.00 too much"
+    turned = figures.box_bound(keys, torch.tensor([-1.0, -1.0]), "x")
+    assert title_of(turned) == "The corner says 1.50, the best key reaches 1.50: 0.00 too much"
+    marks = {line.get_label(): (float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in figure.axes[0].lines}
+    assert marks["bounding corner"] == (1, 1) and marks["best key"] in [(1, 0), (0, 1)]
+
+
+def test_step_reads_names_the_ratio_now_and_its_ceiling():
+    contexts = [1024, 2048, 4096]
+    reads = {"whole cache": [64 * t for t in contexts], "summaries of 1/16": [4 * t + 16384 for t in contexts]}
+    figure = figures.step_reads(contexts, reads, "x")
+    assert title_of(figure) == "summaries of 1/16: 8.0x fewer bytes at 4,096 tokens, 16x at most"
+    other = figures.step_reads(contexts, {"whole cache": reads["whole cache"], "1/8": [8 * t for t in contexts]}, "x")
+    assert title_of(other) == "1/8: 8.0x fewer bytes at 4,096 tokens, 8x at most"
+    assert "MB" in figure.axes[0].get_ylabel() and len(figure.axes[0].lines) == 2
+
+
 def test_pictures_stay_small():
     assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
 
@@ -175,6 +195,8 @@ def test_titles_fit_their_figure():
         figures.time_against_bytes([line("Dense decode", 4.5678e12), line("plain read", 4.5678e12)], "x", live=True),
         figures.step_bars({"131,072": decode_step(MODELS["Llama-3-8B"], 128, 131072)}, CARDS["RTX 3090"], "x"),
         cliff(12345),
+        figures.box_bound(torch.tensor([[-3.0, 2.0], [3.0, -2.0]]), torch.tensor([-20.0, -20.0]), "x"),
+        figures.step_reads([1048576, 2097152], {"whole cache": [4096, 8192], "16-token min/max in 8 bits": [33, 65]}, "x"),
         figures.pareto([dict(row, label=row["label"].replace("bound, page 16, max", "mean + 3 std, page 128, union of lists")) for row in recall_rows()], "x"),
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
         figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),

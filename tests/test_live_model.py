@@ -340,13 +340,15 @@ def fill(layer, tokens, seed, dtype=torch.float32, device="cpu", batch=2):
 
 
 def assert_summary_is_current(layer, page_size=16, **options):
-    """Bit for bit what a rebuild from the cached keys gives, which is what the reference says."""
+    """What a rebuild from the cached keys gives; for minmax bit for bit, and what the reference says."""
     found, rebuilt = layer.summary(page_size, **options), summarize_pages(layer.keys.contiguous(), page_size, **options)
     assert found.page_size == page_size and found.lengths.tolist() == [layer.get_seq_length()] * layer.keys.shape[0]
     assert (found.kind, found.bound_size) == (rebuilt.kind, rebuilt.bound_size)
-    assert all(same_bits(field, rebuilt.fields[name]) for name, field in found.fields.items())
     if found.kind != "minmax":
+        for name, field in found.fields.items():  # sums, which a GPU may add up in another order for another number of pages
+            torch.testing.assert_close(field, rebuilt.fields[name], rtol=2**-20, atol=2**-20)
         return
+    assert same_bits(found.kmin, rebuilt.kmin) and same_bits(found.kmax, rebuilt.kmax)
     kmin, kmax = reference.minmax_summary(layer.keys, found.bound_size)
     assert torch.equal(found.kmin.cpu().double(), kmin) and torch.equal(found.kmax.cpu().double(), kmax)
 
@@ -586,7 +588,7 @@ def test_policy_takes_kind_bound_size_and_group():
     assert any(not torch.equal(one, lists[0]) for one in lists[1:])
 
 
-@pytest.mark.parametrize("options, words", [(dict(kind="median"), "kind must be one of"), (dict(bound_size=32), "bound_size must be"), (dict(group="none"), "group must be one of")])
-def test_policy_refuses_other_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        PageskipPolicy(Budget(5), **options)
+@pytest.mark.parametrize("name, value", [("kind", "median"), ("bound_size", 32), ("group", "none")])
+def test_policy_refuses_other_options(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
+        PageskipPolicy(Budget(5), **{name: value})

@@ -19,7 +19,7 @@ import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
-REQUIRED = {"00_start_here", "01_memory_wall", "02_dense_two_stage_kernel", "03_bandwidth_pitfalls", "08_needle"}
+REQUIRED = {"00_start_here", "01_memory_wall", "02_dense_two_stage_kernel", "03_bandwidth_pitfalls", "04_page_bound_and_gemm_identity", "08_needle"}
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 TAGS = set(
     "no-output nbval-ignore-output raises-exception gpu draw widget "

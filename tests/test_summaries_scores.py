@@ -179,6 +179,28 @@ def test_summary_does_not_alias_the_cache(device):
     assert same_bits(summary.kmax, before)
 
 
+def test_the_references_by_hand():
+    """Three keys of two dimensions, two of them on the first page of two tokens."""
+    k, q = torch.tensor([[[[1.0, 4.0], [3.0, -4.0], [-2.0, 1.0]]]]), torch.tensor([[[1.0, -2.0]]])
+    assert reference.best_key(q, k, 2).tolist() == [[[11.0, -4.0]]]
+    assert reference.best_key(q, k, 2, [2]).tolist() == [[[11.0, -INF]]]
+    mean, std = reference.mean_summary(k, 2)
+    assert mean.tolist() == [[[[2.0, 0.0], [-2.0, 1.0]]]] and std.tolist() == [[[[1.0, 4.0], [0.0, 0.0]]]]
+    radius = reference.farthest(k, mean, 2)
+    assert radius.tolist() == [[[pytest.approx(17**0.5), 0.0]]]
+    kmin, kmax = torch.tensor([[[[1.0, -4.0], [-2.0, 1.0]]]]), torch.tensor([[[[3.0, 4.0], [-2.0, 1.0]]]])
+    fields = dict(kmin=kmin, kmax=kmax, mean=mean, std=std, radius=radius)
+    expected = dict(minmax=[11.0, -4.0], mean_radius=[2 + 85**0.5, -4.0], mean_std=[2 + 3 * 9, -4.0], mean=[2.0, -4.0])
+    magnitudes = dict(minmax=[11.0, 4.0], mean_radius=[2 + 85**0.5, 4.0], mean_std=[2 + 3 * 9, 4.0], mean=[2.0, 4.0])
+    for kind in KINDS:  # 16 tokens an entry here; only the lengths of the pages depend on it
+        held = {name: fields[name] for name in summaries.FIELDS[kind]}
+        summary = summaries.PageSummary(kind, 16, int32([17]), **held)
+        assert reference.page_score(q, summary).tolist() == [[pytest.approx(expected[kind])]]
+        assert reference.score_error(q, summary).tolist() == [[pytest.approx([2 * 2**-23 * x for x in magnitudes[kind]])]]
+        best_entry = summaries.PageSummary(kind, 16, int32([9]), **held, bound_size=8)
+        assert reference.page_score(q, best_entry).tolist() == [[[pytest.approx(expected[kind][0])]]]
+
+
 # --- the bound ---------------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +430,16 @@ def test_more_pages_than_one_block(backend, kind, bound_size, device):
 
 @each_kind
 @each_backend
+@pytest.mark.parametrize("heads, dim, entries", [(6, 128, 64), (6, 256, 32), (24, 256, 16)])
+def test_programs_of_fewer_entries(backend, heads, dim, entries, kind, device):
+    """Wide fp32 heads leave room for fewer entries, down to one page of 16."""
+    assert scores.entries_per_program(max(16, heads // 24 * 32), dim * 4) == entries
+    q, k = randn(1, heads, dim, device=device), randn(1, 1, 128 * 3 + 9, dim, seed=1, device=device)
+    assert_scores(q, k, 128, backend, kind=kind, bound_size=8)
+
+
+@each_kind
+@each_backend
 def test_strided_query_and_summary(backend, kind, device):
     """q as a slice, the summary as the used part of a larger one, its two fields laid out differently."""
     q, k = randn(2, 4, 64, device=device), randn(2, 2, 70, 64, seed=1, device=device)
@@ -423,8 +455,8 @@ def test_strided_query_and_summary(backend, kind, device):
     error = float(reference.score_error(q, summary).max())
     for query in (larger[:, 3:7, 8:72], q.transpose(0, 1).contiguous().transpose(0, 1)):
         found = page_scores(query, view, backend=backend)
-        # PyTorch's matrix product may take another algorithm for other strides.
-        assert same_bits(found, expected) if backend == "triton" else ((found - expected).abs() <= 2 * error).all()
+        # For other strides PyTorch may multiply, and the compiler may add up the query's norm, in another order.
+        assert same_bits(found, expected) if backend == "triton" and kind != "mean_radius" else ((found - expected).abs() <= 2 * error).all()
 
 
 @each_backend

@@ -69,9 +69,13 @@ def pitfalls_notebook():
     return dict(H200=dict(rows=rows, settings=settings), pitfalls=pitfalls)
 
 
+def page_bound():
+    return dict(keys=torch.randn(12, 2, generator=torch.Generator().manual_seed(0)))
+
+
 STAND_INS = {
     "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
-    "08_needle": needle_notebook,
+    "04_page_bound_and_gemm_identity": page_bound, "08_needle": needle_notebook,
 }  # fmt: skip
 
 

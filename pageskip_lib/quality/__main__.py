@@ -94,8 +94,9 @@ def recall_command(options):
     first = captures[0]
     settings = dict(
         model=first.provenance["model"], dtype=first.provenance["dtype"], contexts=[one.provenance["context"] for one in captures],
-        captured=[one.provenance["date"] for one in captures], tokens=[len(one.ids) for one in captures], positions=sum(len(one.lengths) for one in captures),
-        layers=first.layers, kv_heads=first.kv_heads, group=first.queries.shape[3] // len(first.kv_heads), dense_layers=DENSE_LAYERS,
+        captured=[one.provenance["date"] for one in captures], tokens=[len(one.ids) for one in captures],
+        positions=sum(len(one.lengths) for one in captures), layers=first.layers, kv_heads=first.kv_heads,
+        group=first.queries.shape[3] // len(first.kv_heads), dense_layers=DENSE_LAYERS,
         method="means over layers, query positions and KV heads; dense layers left out; 95% bootstrap intervals over query positions; "
         "budgets and read are shares of the cache's bytes, page summaries included",
     )  # fmt: skip

@@ -32,7 +32,8 @@ def grid(page_sizes=(16, 32, 64, 128)):
     for page_size in page_sizes:
         found += [Setting(policy, page_size) for policy in ("oracle", "window", "random")]
         for kind in summaries.KINDS:
-            found += [Setting("pageskip", page_size, kind, page_size, group) for group in (recall.AGGREGATORS if kind == "minmax" else ("max", "sum"))]
+            groups = recall.AGGREGATORS if kind == "minmax" else ("max", "sum")
+            found += [Setting("pageskip", page_size, kind, page_size, group) for group in groups]
         found += [Setting("pageskip", page_size, "minmax", size, "max") for size in (page_size // 2, page_size // 4) if size >= 8]
     return found
 
@@ -176,10 +177,11 @@ def interval(positions, level=0.95):
 
 def table(rows, budget=HEAT_SHARE):
     """The rows of one budget as text, most mass first."""
-    lines = [f"{'':<38}{'read':>7}{'mass kept':>11}{'95% interval':>18}{'10th pct.':>11}{'worst head':>12}{'outside':>9}{'error':>7}{'top 1':>7}{'top 4':>7}"]
+    names = dict(read=7, mass=11) | {"95% interval": 18, "10th pct.": 11, "worst head": 12, "outside": 9, "error": 7, "top 1": 7, "top 4": 7}
+    lines = [" " * 38 + "".join(f"{name:>{width}}" for name, width in names.items())]
     for row in sorted((row for row in rows if row["budget"] == budget), key=lambda row: -row["mass"]):
         lines.append(
-            f"{row['label']:<38}{row['read']:>7.1%}{row['mass']:>11.1%}{row['low']:>11.1%} - {row['high']:.1%}{row['p10']:>10.1%}{row['worst']:>12.1%}"
+            f"{row['label']:<38}{row['read']:>7.1%}{row['mass']:>11.1%}{row['low']:>10.1%} - {row['high']:.1%}{row['p10']:>11.1%}{row['worst']:>12.1%}"
             f"{row['outside_kept']:>9.1%}{row['error']:>7.2f}{row['top1']:>7.0%}{row['top4']:>7.0%}"
         )
     return "\n".join(lines)
