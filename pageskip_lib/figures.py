@@ -387,14 +387,15 @@ def step_reads(contexts, reads, caption):
     return figure
 
 
-FAMILY = {name: COLOURS[name] for name in ("oracle", "window", "random")} | {"minmax": COLOURS["pageskip"], "mean_radius": "#D55E00"}
+FAMILY = {name: COLOURS[name] for name in ("oracle", "window", "random")} | {"minmax": COLOURS["pageskip"], "mean_radius": "#000000"}
 PAGE_MARKERS = {16: "o", 32: "s", 64: "^", 128: "D"}
 
 
 def pareto(rows, caption, *, budget=1 / 8):
     """Attention mass kept against bytes read, one line a setting; the best one without an oracle at ``budget`` is drawn thick, on top.
 
-    rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what ranks the pages, the marker the page size.
+    rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what ranks the pages, the marker the page size;
+    dashed: bounds finer than a page.
     """
     lines = {}
     for row in rows:
@@ -410,7 +411,8 @@ def pareto(rows, caption, *, budget=1 / 8):
         colour = FAMILY.get(first["kind"] or first["policy"], "#8a8a8a")
         size = dict(zorder=3, markersize=7, linewidth=2.6) if top else dict(zorder=2, markersize=4, linewidth=0.9)
         points = [row["read"] for row in line], [row["mass"] for row in line]
-        axes.plot(*points, color=colour, marker=PAGE_MARKERS[first["page_size"]], label=label, **size)
+        finer = first["bound_size"] != first["page_size"] and first["policy"] == "pageskip"
+        axes.plot(*points, color=colour, marker=PAGE_MARKERS[first["page_size"]], linestyle="--" if finer else "-", label=label, **size)
     axes.axvline(budget, color="#999999", linewidth=0.8, linestyle="--")
     axes.set(xlabel="bytes read, summaries included (% of the cache)", ylabel="attention mass kept", xscale="log")
     ticks = sorted({row["budget"] for row in rows})
@@ -437,7 +439,7 @@ def layer_heat(rows, layers, caption, *, dense_layers=2):
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for row, panel in zip(rows, panels):
         grid = list(zip(*row["per_head"]))
-        image = panel.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        image = panel.imshow(grid, aspect="auto", cmap=colormaps["viridis"].resampled(5), vmin=0, vmax=1)  # stored in 16 colours, more bands would merge
         panel.set_yticks(range(len(grid)), range(len(grid)), fontsize=8)
         panel.set_title(f"{row['label']}: {row['mass']:.1%} from layer {dense_layers} on", fontsize=8.5, loc="left")
         edge = sum(layer < dense_layers for layer in layers) - 0.5

@@ -240,7 +240,7 @@ def test_the_title_of_splits_says_what_the_rule_lost():
 
 def recall_row(label, budget, mass, policy="pageskip", kind="minmax", page_size=16, **more):
     kind = kind if policy == "pageskip" else None
-    return dict(label=label, budget=budget, read=0.98 * budget, mass=mass, policy=policy, kind=kind, page_size=page_size, **more)
+    return dict(label=label, budget=budget, read=0.98 * budget, mass=mass, policy=policy, kind=kind, page_size=page_size, **dict(bound_size=page_size) | more)
 
 
 def recall_rows(bound=0.8):
@@ -264,6 +264,9 @@ def test_pareto_names_the_best_choice_at_the_budget():
     assert list(lines["bound, page 16, max"].get_ydata()) == [0.6, 0.93] and "% of the cache" in figure.axes[0].get_xlabel()
     assert max(lines.values(), key=lambda line: line.get_linewidth()) is lines["window, page 16"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["oracle, page 16", "window, page 16", "bound, page 16, max"]
+    finer = [*recall_rows(), recall_row("bound of 8, page 16, max", 1 / 8, 0.5, bound_size=8)]
+    dashed = [line.get_label() for line in figures.pareto(finer, "x").axes[0].lines if line.get_linestyle() == "--" and line.get_marker() == "o"]
+    assert dashed == ["bound of 8, page 16, max"]
 
 
 def test_the_heat_map_compares_first_layers_with_the_rest():
