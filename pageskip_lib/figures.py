@@ -403,3 +403,70 @@ def step_lines(rows, arms, caption):
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+FAMILY = {name: COLOURS[name] for name in ("oracle", "window", "random")} | {"minmax": COLOURS["pageskip"], "mean_radius": "#000000"}
+PAGE_MARKERS = {16: "o", 32: "s", 64: "^", 128: "D"}
+
+
+def pareto(rows, caption, *, budget=1 / 8):
+    """Attention mass kept against bytes read, one line a setting; the best one without an oracle at ``budget`` is drawn thick, on top.
+
+    rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what ranks the pages, the marker the page size;
+    dashed: bounds finer than a page.
+    """
+    lines = {}
+    for row in rows:
+        lines.setdefault(row["label"], []).append(row)
+    there = {label: next((row for row in line if row["budget"] == budget), None) for label, line in lines.items()}
+    kept = {label: row["mass"] for label, row in there.items() if row}
+    oracle = max(row["mass"] for row in there.values() if row and row["policy"] == "oracle")
+    best = max((label for label in kept if there[label]["policy"] != "oracle"), key=kept.get)
+    title = f"{budget:.1%} of the bytes: {kept[best]:.1%} by {best}; oracle {oracle:.1%}"
+    figure, axes = _blank(title, caption, height=4.2)
+    for label, line in sorted(lines.items(), key=lambda item: kept.get(item[0], 0)):
+        first, top = line[0], label == best
+        colour = FAMILY.get(first["kind"] or first["policy"], "#8a8a8a")
+        size = dict(zorder=3, markersize=7, linewidth=2.6) if top else dict(zorder=2, markersize=4, linewidth=0.9)
+        points = [row["read"] for row in line], [row["mass"] for row in line]
+        finer = first["bound_size"] != first["page_size"] and first["policy"] == "pageskip"
+        axes.plot(*points, color=colour, marker=PAGE_MARKERS[first["page_size"]], linestyle="--" if finer else "-", label=label, **size)
+    axes.axvline(budget, color="#999999", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="bytes read, summaries included (% of the cache)", ylabel="attention mass kept", xscale="log")
+    ticks = sorted({row["budget"] for row in rows})
+    axes.set_xticks(ticks, [f"{100 * tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    handles, labels = axes.get_legend_handles_labels()
+    order = dict(title=f"most at {budget:.1%} first", title_fontsize=8)
+    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="outside right center", **order)
+    return figure
+
+
+def layer_heat(rows, layers, caption, *, dense_layers=2):
+    """Attention mass kept in every layer and KV head, one panel a row.
+
+    rows: as ``quality.sweep`` makes them, of a budget that has per_head. layers: the numbers of its layers. The title compares, for the first row, the layers below ``dense_layers`` with the rest.
+    """
+    first = rows[0]
+    split = [[x for heads, layer in zip(first["per_head"], layers) if (layer < dense_layers) == low for x in heads] for low in (True, False)]
+    low, high = (sum(part) / len(part) for part in split)
+    title = f"Layers below {dense_layers} keep {low:.0%}, the others {high:.0%} ({first['label']}, {first['budget']:.1%})"
+    figure, axes = _blank(title, caption, height=0.6 + 0.95 * len(rows))
+    axes.remove()
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    for row, panel in zip(rows, panels):
+        grid = list(zip(*row["per_head"]))
+        image = panel.imshow(grid, aspect="auto", cmap=colormaps["viridis"].resampled(5), vmin=0, vmax=1)  # stored in 16 colours, more bands would merge
+        panel.set_yticks(range(len(grid)), range(len(grid)), fontsize=8)
+        panel.set_title(f"{row['label']}: {row['mass']:.1%} from layer {dense_layers} on", fontsize=8.5, loc="left")
+        edge = sum(layer < dense_layers for layer in layers) - 0.5
+        panel.axvline(edge, color="#D55E00", linewidth=1.5)
+    shown = range(0, len(layers), max(1, len(layers) // 15))
+    panels[-1].set_xticks(shown, [layers[n] for n in shown], fontsize=8)
+    panels[-1].set_xlabel("layer")
+    panels[len(rows) // 2].set_ylabel("KV head")
+    bar = figure.colorbar(image, ax=list(panels))
+    bar.set_label("attention mass kept")
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return figure

@@ -197,6 +197,8 @@ def test_titles_fit_their_figure():
         cliff(12345),
         figures.box_bound(torch.tensor([[-3.0, 2.0], [3.0, -2.0]]), torch.tensor([-20.0, -20.0]), "x"),
         figures.step_reads([1048576, 2097152], {"whole cache": [4096, 8192], "16-token min/max in 8 bits": [33, 65]}, "x"),
+        figures.pareto([dict(row, label=row["label"].replace("bound, page 16, max", "mean + 3 std, page 128, union of lists")) for row in recall_rows()], "x"),
+        figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
         figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),
         figures.baseline_bars([dict(row, arm=row["arm"].replace("math", "flash, KV expanded before")) for row in baseline_rows(3999)], "x"),
     ):
@@ -241,3 +243,46 @@ def test_step_lines_say_what_grows():
     figure = figures.step_lines(rows, ("score", "attend"), "x")
     assert title_of(figure) == "1,000 to 16,000 tokens, times as long: score ~8.5, attend ~1.0"
     assert "(µs)" in figure.axes[0].get_ylabel() and len(figure.axes[0].lines) == 2
+
+
+def recall_row(label, budget, mass, policy="pageskip", kind="minmax", page_size=16, **more):
+    kind = kind if policy == "pageskip" else None
+    return dict(label=label, budget=budget, read=0.98 * budget, mass=mass, policy=policy, kind=kind, page_size=page_size, **dict(bound_size=page_size) | more)
+
+
+def recall_rows(bound=0.8):
+    values = {1 / 8: (0.9, bound, 0.7), 1 / 4: (0.95, 0.93, 0.75)}
+    return [
+        row
+        for budget, (oracle, mass, window) in values.items()
+        for row in (
+            recall_row("oracle, page 16", budget, oracle, "oracle"), recall_row("bound, page 16, max", budget, mass),
+            recall_row("window, page 16", budget, window, "window"),
+        )
+    ]  # fmt: skip
+
+
+def test_pareto_names_the_best_choice_at_the_budget():
+    assert title_of(figures.pareto(recall_rows(), "x")) == "12.5% of the bytes: 80.0% by bound, page 16, max; oracle 90.0%"
+    figure = figures.pareto(recall_rows(bound=0.6), "x")
+    assert title_of(figure) == "12.5% of the bytes: 70.0% by window, page 16; oracle 90.0%"
+    assert title_of(figures.pareto(recall_rows(), "x", budget=1 / 4)) == "25.0% of the bytes: 93.0% by bound, page 16, max; oracle 95.0%"
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert list(lines["bound, page 16, max"].get_ydata()) == [0.6, 0.93] and "% of the cache" in figure.axes[0].get_xlabel()
+    assert max(lines.values(), key=lambda line: line.get_linewidth()) is lines["window, page 16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["oracle, page 16", "window, page 16", "bound, page 16, max"]
+    finer = [*recall_rows(), recall_row("bound of 8, page 16, max", 1 / 8, 0.5, bound_size=8)]
+    dashed = [line.get_label() for line in figures.pareto(finer, "x").axes[0].lines if line.get_linestyle() == "--" and line.get_marker() == "o"]
+    assert dashed == ["bound of 8, page 16, max"]
+
+
+def test_the_heat_map_compares_first_layers_with_the_rest():
+    heads = [[0.1, 0.3], [0.2, 0.2], [0.9, 0.7]]
+    rows = [recall_row("bound, page 16, max", 1 / 8, 0.8, per_head=heads), recall_row("oracle, page 16", 1 / 8, 0.9, "oracle", per_head=heads[::-1])]
+    figure = figures.layer_heat(rows, [0, 1, 13], "x")
+    assert title_of(figure) == "Layers below 2 keep 20%, the others 80% (bound, page 16, max, 12.5%)"
+    assert "Layers below 2 keep 50%, the others 20%" in title_of(figures.layer_heat(rows[1:], [0, 1, 13], "x"))
+    panels = figure.axes[:2]
+    assert [panel.images[0].get_array().shape for panel in panels] == [(2, 3)] * 2
+    assert [label.get_text() for label in panels[1].get_xticklabels()] == ["0", "1", "13"]
+    assert "oracle, page 16: 90.0% from layer 2 on" == panels[1].get_title(loc="left")

@@ -1,4 +1,4 @@
-"""Command line: ``python -m pageskip_lib.quality needle``."""
+"""Command line: ``python -m pageskip_lib.quality needle``, ``capture`` or ``recall``."""
 
 import argparse
 import json
@@ -8,16 +8,19 @@ from datetime import date
 from pathlib import Path
 
 from .. import load_model, runtime
-from ..models import ModelUnavailable
-from .needle import HAYSTACKS, run_needle, table
+from ..bench import records
+from ..models import EMBEDDED, ModelUnavailable
+from .capture import SHIPPED, Captured, capture
+from .needle import HAYSTACKS, haystack, run_needle, table, turned
+from .policies import DENSE_LAYERS
+from . import sweep
 
 
 def parser():
     top = argparse.ArgumentParser(prog="python -m pageskip_lib.quality", description="Does the model still work?")
     commands = top.add_subparsers(dest="command", required=True)
-    needle = commands.add_parser(
-        "needle", help="plant a code in a long text and ask each policy for it", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    defaults = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    needle = commands.add_parser("needle", help="plant a code in a long text and ask each policy for it", **defaults)
     needle.add_argument("--context", type=int, default=4096, help="tokens of the prompt")
     needle.add_argument("--depth", type=float, default=0.25, help="where the code stands, 0 (start) to 1 (end)")
     needle.add_argument("--budget", type=float, default=0.12, help="share of the context that a policy may read")
@@ -27,6 +30,21 @@ def parser():
     needle.add_argument("--haystack", choices=HAYSTACKS, default="transcripts", help="the text around the code")
     needle.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
     needle.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
+    capture = commands.add_parser("capture", help="store real queries, keys and values of a decoding model", **defaults)
+    capture.add_argument("file", metavar="FILE", help="the safetensors file to write")
+    capture.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
+    capture.add_argument("--context", type=int, default=4096, help="tokens of the text")
+    capture.add_argument("--steps", type=int, default=16, help="decode steps to capture, the last one at the end of the text")
+    capture.add_argument("--every", type=int, default=32, help="tokens from one captured step to the next")
+    capture.add_argument("--layers", type=int, nargs="+", help="layers to keep (all)")
+    capture.add_argument("--kv-heads", type=int, nargs="+", help="KV heads to keep, with their query heads (all)")
+    capture.add_argument("--haystack", choices=HAYSTACKS, default="transcripts", help="the text")
+    capture.add_argument("--seed", type=int, default=0, help="turns the text, so that another part of it is read")
+    capture.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
+    recall = commands.add_parser("recall", help="how much attention the chosen pages keep, at equal bytes read", **defaults)
+    recall.add_argument("--captured", metavar="FILE", nargs="+", default=[str(SHIPPED)], help="captured sets, measured together")
+    recall.add_argument("--record", metavar="NAME", help="write data/recorded/recall_NAME.json")
+    recall.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
     return top
 
 
@@ -54,10 +72,51 @@ def needle_command(options):
         Path(options.json).write_text(result, encoding="utf-8")
 
 
+def capture_command(options):
+    import torch
+
+    model, tokenizer = load_model(options.model, dtype=getattr(torch, options.dtype) if options.dtype else None)
+    ids = tokenizer(turned(haystack(options.haystack), options.seed), add_special_tokens=False).input_ids
+    if len(ids) < options.context:
+        raise ValueError(f"The {options.haystack} have {len(ids):,} tokens; a context of {options.context:,} needs more text.")
+    captured = capture(
+        model, ids[: options.context], steps=options.steps, every=options.every, layers=options.layers, kv_heads=options.kv_heads,
+        context=f"{options.haystack}, seed {options.seed}", progress=True,
+    )  # fmt: skip
+    captured.save(options.file)
+    size = Path(options.file).stat().st_size / 1e6
+    print(f"{len(captured.lengths)} steps, {len(captured.layers)} layers, {options.context:,} tokens: {size:.1f} MB in {Path(options.file).name}")
+
+
+def recall_command(options):
+    captures = [Captured.load(path) for path in options.captured]
+    rows = sweep.sweep(captures, scratch=sweep.scratch_path(captures), progress=True)
+    first = captures[0]
+    settings = dict(
+        model=first.provenance["model"], dtype=first.provenance["dtype"], contexts=[one.provenance["context"] for one in captures],
+        captured=[one.provenance["date"] for one in captures], tokens=[len(one.ids) for one in captures],
+        positions=sum(len(one.lengths) for one in captures), layers=first.layers, kv_heads=first.kv_heads,
+        group=first.queries.shape[3] // len(first.kv_heads), dense_layers=DENSE_LAYERS,
+        method="means over layers, query positions and KV heads; dense layers left out; 95% bootstrap intervals over query positions; "
+        "budgets and read are shares of the cache's bytes, page summaries included",
+    )  # fmt: skip
+    record = records.stamped(rows, settings)
+    if options.json == "-":
+        print(json.dumps(record, indent=1))
+    else:
+        print(sweep.table(rows))
+        print(f"\nThe bound, page 16, budget 25%:\n{sweep.ablation(rows)}")
+        print(f"{settings['model']}, {settings['positions']} positions, budget {sweep.HEAT_SHARE:.1%} unless said; {settings['method']}")
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.record:
+        print(f"written to data/recorded/{records.save(record, 'recall', options.record).name}", file=sys.stderr)
+
+
 def main(arguments=None):
     options = parser().parse_args(arguments)
     try:
-        needle_command(options)
+        dict(needle=needle_command, capture=capture_command, recall=recall_command)[options.command](options)
     except (ModelUnavailable, ValueError, OSError) as error:
         sys.exit(f"pageskip: {error}")
 

@@ -45,6 +45,13 @@ def haystack(name):
     return (DATA / f"{name}.txt").read_text(encoding="utf-8")
 
 
+def turned(text, seed):
+    """The text begun at a paragraph that ``seed`` picks, its beginning put after its end; seed 0 leaves it as it is."""
+    paragraphs = text.split("\n\n")
+    turn = torch.randint(len(paragraphs), (), generator=torch.Generator().manual_seed(seed)).item() if seed else 0
+    return "\n\n".join(paragraphs[turn:] + paragraphs[:turn])
+
+
 def plant(tokenizer, text, *, context, depth, code, seed=0):
     """A ``Prompt`` of ``context`` tokens with the code ``depth`` (0 to 1) of the way into the body.
 
@@ -57,15 +64,13 @@ def plant(tokenizer, text, *, context, depth, code, seed=0):
         raise ValueError(f"code must be 1 to 12 digits, got {code!r}.")
     if code in text:
         raise ValueError(f"The haystack itself contains {code}; choose another code.")
-    paragraphs = text.split("\n\n")
-    turn = torch.randint(len(paragraphs), (), generator=torch.Generator().manual_seed(seed)).item() if seed else 0
     encode = lambda piece: tokenizer(piece, add_special_tokens=False).input_ids  # noqa: E731
     before, digits, after = encode(STATEMENT[0]), encode(f" {code}"), encode(STATEMENT[1])
     question = encode(QUESTION)
     room = context - len(before) - len(digits) - len(after) - len(question)
     if room < 0:
         raise ValueError(f"context must hold at least the needle and the question, {context - room} tokens; got {context}.")
-    hay = encode("\n\n".join(paragraphs[turn:] + paragraphs[:turn]))
+    hay = encode(turned(text, seed))
     if len(hay) < room:
         raise ValueError(f"The haystack has {len(hay):,} tokens; a context of {context:,} needs {room:,}.")
     cut = round(depth * room)
