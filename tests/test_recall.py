@@ -43,7 +43,7 @@ def lists_of(captured, index, setting, share):
         else:
             summary = summarize_pages(keys, setting.page_size, kind=setting.kind, bound_size=setting.bound_size)
             scores = page_scores(captured.queries[n, index], summary, group=setting.group)
-        found.append(select_pages(scores, budget, torch.tensor([length], dtype=torch.int32), setting.page_size))
+        found.append(select_pages(scores.float(), budget, torch.tensor([length], dtype=torch.int32), setting.page_size))
     return found
 
 

@@ -200,6 +200,17 @@ def test_refresh_refuses_an_error_in_one_sentence(folder, capsys):
     assert tool.main(["refresh", "07"]) == 1
 
 
+def test_a_cell_that_never_ends_is_tried_twice_and_named(folder, monkeypatch, capsys):
+    path = folder / "00_small.ipynb"
+    notebook = contract.read(path)
+    source("open('runs.txt', 'a').write('x')\nimport time\ntime.sleep(60)")(notebook)
+    nbformat.write(notebook, path)
+    monkeypatch.setattr(tool, "CELL_SECONDS", 2)
+    assert tool.main(["refresh"]) == 1
+    assert capsys.readouterr().err == "00_small.ipynb: a cell ran longer than 2 seconds, twice; nothing was written.\n"
+    assert (folder / "runs.txt").read_text() == "xx"
+
+
 def test_an_expected_error_is_stored_without_this_machines_files(folder):
     path = folder / "00_small.ipynb"
     notebook = contract.read(path)
