@@ -62,6 +62,17 @@ def check_inner_stride(name, tensor):
         )
 
 
+def check_per_sequence(name, tensor, batch, device):
+    """``tensor`` must be [B] int32 on ``device``."""
+    check_tensor(name, tensor, "B")
+    if tensor.shape[0] != batch:
+        raise ValueError(f"{name} must have one entry for each of the {batch} sequences, got {tensor.shape[0]}.")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {tensor.dtype}.")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}.")
+
+
 def check_lengths(lengths, batch, tokens, device):
     """Return ``lengths`` as [B] int32 on ``device``, filled with ``tokens`` when None.
 
@@ -70,13 +81,7 @@ def check_lengths(lengths, batch, tokens, device):
     """
     if lengths is None:
         return torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    check_tensor("lengths", lengths, "B")
-    if lengths.shape[0] != batch:
-        raise ValueError(f"lengths must have one entry for each of the {batch} sequences, got {lengths.shape[0]}.")
-    if lengths.dtype != torch.int32:
-        raise TypeError(f"lengths must be int32, got {lengths.dtype}.")
-    if lengths.device != device:
-        raise ValueError(f"lengths must be on {device}, got {lengths.device}.")
+    check_per_sequence("lengths", lengths, batch, device)
     if not lengths.is_cuda and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= tokens:
         raise ValueError(f"lengths must lie between 0 and the cache's {tokens} tokens, got {lengths.tolist()}.")
     return lengths.contiguous()

@@ -27,7 +27,7 @@ def _dense_kernel(
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # the merge may be set up now; it waits for the end of this kernel
-    # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens pass 2^31 elements.
+    # Program ids become 64-bit before they meet a stride: 32 sequences of 64k tokens and 8 KV heads reach 2^31 elements.
     split = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64) // kv_heads
     head = tl.program_id(1).to(tl.int64) % kv_heads
@@ -131,7 +131,7 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
     dimension contiguous. All three in one dtype (fp16, bf16 or fp32) on one device; Hkv divides Hq; D in 64, 80, 96,
     128, 192, 256. lengths: [B] int32 on that device, the valid tokens of each sequence (default T); what lies
     past a length is never read into the result, NaN included. scale: of the scores, default D ** -0.5.
-    splits: parts the cache is cut into (default from the shape and the card). workspace: from ``decode_workspace``; the call then
+    splits: parts that the cache is dealt out to (default from the shape and the card). workspace: from ``decode_workspace``; the call then
     allocates nothing, and what it returns is overwritten by the next call with it. The PyTorch backend ignores both.
 
     Returns out [B, Hq, D] in q's dtype, and with ``return_lse`` also lse [B, Hq] fp32, natural log. A sequence of

@@ -62,7 +62,8 @@ class Workspace:
         self.splits = splits
         self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        partial = splits if splits > 1 else 0  # one split writes the result itself
+        self.outs = torch.empty(partial, *q.shape, dtype=torch.float32, device=q.device)
         self.lses = torch.empty(self.outs.shape[:-1], dtype=torch.float32, device=q.device)
 
     def partials(self, splits):

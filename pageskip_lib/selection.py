@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_inner_stride, check_lengths, check_page_size, check_tensor, page_count, shape_of
+from .checks import check_inner_stride, check_lengths, check_page_size, check_per_sequence, check_tensor, page_count, shape_of
 from .runtime import resolve_backend, tl, triton
 from .tiles import valid_length
 
@@ -193,16 +193,6 @@ def _select_torch(scores, budget, lengths, page_size, row_budgets):
     return best, kept.sum(-1, dtype=torch.int32)
 
 
-def _check_row_budgets(row_budgets, batch, device):
-    check_tensor("row_budgets", row_budgets, "B")
-    if row_budgets.shape[0] != batch:
-        raise ValueError(f"row_budgets must have one entry for each of the {batch} sequences, got {row_budgets.shape[0]}.")
-    if row_budgets.dtype != torch.int32:
-        raise TypeError(f"row_budgets must be int32, got {row_budgets.dtype}.")
-    if row_budgets.device != device:
-        raise ValueError(f"row_budgets must be on {device}, got {row_budgets.device}.")
-
-
 def _check_out(out, scores, capacity):
     if not isinstance(out, PageList):
         raise TypeError(f"out must be a PageList, got {type(out).__name__}.")
@@ -241,7 +231,7 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     if lengths is not None:
         lengths = check_lengths(lengths, batch, pages * page_size, scores.device)
     if row_budgets is not None:
-        _check_row_budgets(row_budgets, batch, scores.device)
+        check_per_sequence("row_budgets", row_budgets, batch, scores.device)
     if out is not None:
         _check_out(out, scores, budget.pages)
     # The kernel has been interpreted, and compiled for every card, but has not run on one: until it has, it must be asked for.

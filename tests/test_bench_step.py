@@ -20,9 +20,9 @@ def test_bytes_of_a_step_are_summaries_and_listed_pages():
 
 
 def test_random_pages_are_ascending_and_distinct():
-    pages = step.random_pages(2, 3, 50, 32, "cpu").pages
+    pages = step.random_pages(2, 3, 50 * step.PAGE, "cpu", seed=0).pages
     assert pages.shape == (2, 3, 32) and (pages.diff() > 0).all() and 0 <= pages.min() and pages.max() < 50
-    assert step.random_pages(1, 1, 5, 32, "cpu").pages.tolist() == [[[0, 1, 2, 3, 4]]]
+    assert step.random_pages(1, 1, 5 * step.PAGE, "cpu", seed=0).pages.tolist() == [[[0, 1, 2, 3, 4]]]
 
 
 def test_the_step_and_its_parts_are_timed_on_the_same_inputs(device):

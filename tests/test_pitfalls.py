@@ -46,7 +46,7 @@ def test_the_bytes_of_short_sequences_do_not_grow_with_the_capacity():
 def test_what_is_not_counted_is_not_read():
     """NaN in every byte that the honest count leaves out changes nothing."""
     q, k, v = inputs(1, 4096)
-    pages = pitfalls.random_pages(1, 4096, DEVICE, seed=3)
+    pages = pitfalls.random_pages(1, HEADS[1], 4096, DEVICE, seed=3)
     clean = sparse_decode(q, k, v, pages, page_size=pitfalls.PAGE)
     listed = torch.zeros(1, HEADS[1], 4096 // pitfalls.PAGE, dtype=torch.bool, device=DEVICE).scatter_(2, pages.pages.long(), True)
     unread = ~listed.repeat_interleave(pitfalls.PAGE, dim=2)
@@ -56,11 +56,11 @@ def test_what_is_not_counted_is_not_read():
 
 
 def test_random_pages_are_a_page_list():
-    pages = pitfalls.random_pages(2, 4096, DEVICE, seed=0)
+    pages = pitfalls.random_pages(2, HEADS[1], 4096, DEVICE, seed=0)
     assert pages.pages.shape == (2, HEADS[1], pitfalls.BUDGET.pages) and (pages.counts == pitfalls.BUDGET.pages).all()
     for listed in pages.pages.flatten(0, 1).tolist():
         assert listed == sorted(set(listed)) and 0 <= listed[0] and listed[-1] < 64
-    assert not torch.equal(pages.pages, pitfalls.random_pages(2, 4096, DEVICE, seed=1).pages)
+    assert not torch.equal(pages.pages, pitfalls.random_pages(2, HEADS[1], 4096, DEVICE, seed=1).pages)
     q, k, v = inputs(2, 4096)
     truth, _ = reference.attention(q, k, v, pages=pages, page_size=pitfalls.PAGE)
     out = sparse_decode(q, k, v, pages, page_size=pitfalls.PAGE).double().cpu()
@@ -180,7 +180,7 @@ def test_the_command_prints_and_records(monkeypatch, tmp_path, capsys):
     recorded = records.load("pitfalls", "here")
     assert "read warm" in printed and "is off by" in printed and recorded["settings"]["method"] in printed
     assert {"machine", "date", "dtype", "heads", "caches", "datasheet_gb_per_s"} <= set(recorded["settings"])
-    assert len(printed.strip().splitlines()) == len(recorded["rows"]) + 2
+    assert len(printed.strip().splitlines()) == len(recorded["rows"]) + 3  # header, machine and method, the file
 
 
 @pytest.mark.parametrize("name", records.names("pitfalls"))

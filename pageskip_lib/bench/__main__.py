@@ -7,42 +7,32 @@ from tqdm import tqdm
 from .. import runtime
 from . import ceilings, dense, pitfalls, records, step
 
+# name: what it measures, the function that does, its table, and how many measurements that takes (None: not known before)
+COMMANDS = {
+    "dense": ("exact decode against its peers and the machine's read rate", dense.run_dense, dense.table, dense.measurements),
+    "splits": ("dense decode with 1, 2, 4, ... splits and with the library's choice", dense.run_splits, dense.splits_table, None),
+    "sparse": ("the kernel that walks a page list, alone", step.run_sparse, step.table, None),
+    "step": ("the whole step, selection included, against dense attention", step.run_step, step.table, None),
+    "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
+    "pitfalls": (
+        "five ways to time a number that physics forbids, and their honest versions",
+        pitfalls.run_pitfalls, pitfalls.table, lambda: len(pitfalls.TRAPS),
+    ),
+}  # fmt: skip
+
 
 def main(arguments=None):
     top = argparse.ArgumentParser(prog="python -m pageskip_lib.bench", description="How fast, on this machine?")
     commands = top.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("dense", "exact decode against its peers and the machine's read rate, in microseconds"),
-        ("splits", "dense decode with 1, 2, 4, ... splits and with the library's choice"),
-        ("sparse", "the kernel that walks a page list, alone"),
-        ("step", "the whole step, selection included, against dense attention"),
-        ("ceilings", "what the memory can do: a streaming read and a copy"),
-        ("pitfalls", "five ways to time a number that physics forbids, and their honest versions"),
-    ):
+    for name, (text, *_) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--record", metavar="NAME", help=f"write data/recorded/{name}_NAME.json")
     options = top.parse_args(arguments)
 
-    if options.command == "pitfalls":
-        with tqdm(total=len(pitfalls.TRAPS), unit="trap") as bar:
-            return pitfalls.report(options.record, progress=bar.update)
-    if options.command == "dense":
-        with tqdm(total=dense.measurements(), unit="measurement") as bar:
-            rows, settings = dense.run_dense(progress=bar.update)
-        print(dense.table(rows))
-    elif options.command in ("sparse", "step"):
-        with tqdm(unit="measurement") as bar:
-            rows, settings = (step.run_step if options.command == "step" else step.run_sparse)(progress=bar.update)
-        print(step.table(rows))
-    elif options.command == "splits":
-        with tqdm(unit="measurement") as bar:
-            rows, settings = dense.run_splits(progress=bar.update)
-        for row in rows:
-            print(f"{row['batch']:>3} x {row['tokens']:>6,} {row['splits']:>4} splits {row['microseconds']:>9.1f} us{'  chosen' if row['chosen'] else ''}")
-    else:
-        with tqdm(total=len(ceilings.SIZES[runtime.default_device()]) * 2 * 12, unit="measurement") as bar:
-            rows, settings = ceilings.run_ceilings(progress=bar.update)
-        print(ceilings.table(rows))
+    _, run, table, total = COMMANDS[options.command]
+    with tqdm(total=total() if total else None) as bar:
+        rows, settings = run(progress=bar.update)
+    print(table(rows))
     print(f"{runtime.machine()}; {settings['method']}")
     if options.record:
         path = records.save(records.stamped(rows, settings), options.command, options.record)

@@ -39,6 +39,11 @@ def make_sets(count, heads, batch, tokens, dtype, device):
     ]
 
 
+def kv_bytes(heads, batch, tokens, dtype):
+    """Keys and values of one layer, in bytes."""
+    return 2 * batch * heads[1] * tokens * heads[2] * dtype.itemsize
+
+
 def calls_of(arm, sets):
     """The arm's calls on ``make_sets`` inputs, in the layout it wants."""
     return arm.calls([(q, *views(kv, arm.tokens_first)) for q, kv in sets])
@@ -58,13 +63,13 @@ def check_arm(arm, heads, dtype, device):
 
 def measure_shape(found, heads, batch, tokens, dtype, device, progress):
     """Rows of one shape: every ``Arm`` of ``found`` and the streaming read, on the same inputs, taking turns."""
-    kv_bytes = 2 * batch * heads[1] * tokens * heads[2] * dtype.itemsize
-    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, kv_bytes), heads, batch, tokens, dtype, device)
+    size = kv_bytes(heads, batch, tokens, dtype)
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, size), heads, batch, tokens, dtype, device)
     out = torch.zeros((), device=device)
     calls = {READ: [lambda kv=kv: read_once(kv, out) for _, kv in sets]}
     row = dict(
         heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."),
-        batch=batch, tokens=tokens, kv_bytes=kv_bytes,
+        batch=batch, tokens=tokens, kv_bytes=size,
     )  # fmt: skip
     refused = []
     for arm in found:
@@ -128,8 +133,8 @@ def run_splits(*, shapes=None, progress=lambda: None):
     heads, dtype = HEADS[0], DTYPES[device][0]
     rows = []
     for batch, tokens in shapes or SPLIT_SHAPES[device]:
-        kv_bytes = 2 * batch * heads[1] * tokens * heads[2] * dtype.itemsize
-        sets = make_sets(copies_to_outgrow(card(device).l2_bytes, kv_bytes), heads, batch, tokens, dtype, device)
+        count = copies_to_outgrow(card(device).l2_bytes, kv_bytes(heads, batch, tokens, dtype))
+        sets = make_sets(count, heads, batch, tokens, dtype, device)
         inputs = [(q, *views(kv, tokens_first=False)) for q, kv in sets]
         chosen = decode_workspace(*inputs[0][:2]).splits
         calls = {}
@@ -143,6 +148,15 @@ def run_splits(*, shapes=None, progress=lambda: None):
             rows.append(dict(batch=batch, tokens=tokens, splits=splits, chosen=splits == chosen, microseconds=time.median, low=time.low, high=time.high))
     settings = dict(heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."))
     return rows, settings | dict(method="median of 12, arms interleaved, rotated past 3x L2, in CUDA graphs")
+
+
+def splits_table(rows):
+    """One line a number of splits."""
+    lines = [f"{'B x T':>12}{'splits':>8}{'us':>10}"]
+    for row in rows:
+        shape, chosen = f"{row['batch']} x {row['tokens']}", "  the library's choice" if row["chosen"] else ""
+        lines.append(f"{shape:>12}{row['splits']:>8}{row['microseconds']:>10.1f}{chosen}")
+    return "\n".join(lines)
 
 
 def measurements(heads=None, dtypes=None, shapes=None):

@@ -21,19 +21,16 @@ from .. import runtime
 from ..cards import CARDS
 from ..dense import dense_decode
 from ..scores import page_scores
-from ..selection import Budget, PageList, select_pages
+from ..selection import select_pages
 from ..sparse import sparse_decode
 from ..summaries import summarize_pages
-from . import records
+from . import dense
 from .ceilings import read_once
-from .dense import HEADS as ALL_HEADS
-from .dense import check_arm
 from .peers import Arm, each, sdpa
+from .step import BUDGET, PAGE, random_pages
 from .timing import copies_to_outgrow, summary, time_arms
 
-HEADS = ALL_HEADS[0]  # Hq, Hkv, D of DeepSeek-R1-Distill-Qwen-1.5B
-PAGE = 64
-BUDGET = Budget(pages=32)
+HEADS = dense.HEADS[0]  # Hq, Hkv, D of DeepSeek-R1-Distill-Qwen-1.5B
 UNKNOWN_CACHE = 64 << 20  # what a rotation must outgrow where the system does not say how large the cache is
 SHAPES = {
     "cuda": dict(
@@ -73,13 +70,12 @@ def datasheet(name):
 
 
 def default_dtype(device):
-    return torch.float16 if device == "cuda" else torch.float32
+    return dense.DTYPES[device][0]
 
 
 def kv_bytes(batch, tokens, dtype):
     """Keys and values of one layer at the benchmark's heads, in bytes."""
-    _, kv_heads, dim = HEADS
-    return 2 * batch * kv_heads * tokens * dim * dtype.itemsize
+    return dense.kv_bytes(HEADS, batch, tokens, dtype)
 
 
 def sparse_bytes(q, pages, page_size):
@@ -98,12 +94,9 @@ def length_bytes(q, k, lengths):
 
 
 def _sets(batch, tokens, count, device, dtype):
-    """count inputs (q [B, Hq, D], kv [2, B, Hkv, T, D])."""
-    heads, kv_heads, dim = HEADS
+    """count inputs (q [B, Hq, D], kv [2, B, Hkv, T, D]), the same in every run."""
     torch.manual_seed(0)
-    q = torch.randn(count, batch, heads, dim, dtype=dtype, device=device)
-    kv = torch.randn(count, 2, batch, kv_heads, tokens, dim, dtype=dtype, device=device)
-    return list(zip(q, kv))
+    return dense.make_sets(count, HEADS, batch, tokens, dtype, device)
 
 
 def _row(arm, batch, tokens, dtype, timing, touched=None, **more):
@@ -226,21 +219,13 @@ def _from_the_first_call(q, kv, repeats):
     return samples
 
 
-def random_pages(batch, tokens, device, seed):
-    """The budget's number of pages for each KV head, drawn at random without repeats: a page list to time, not to answer with."""
-    noise = torch.rand(batch, HEADS[1], tokens // PAGE, generator=torch.Generator().manual_seed(seed))
-    pages = noise.topk(min(BUDGET.pages, tokens // PAGE)).indices.sort().values.to(torch.int32)
-    counts = torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32)
-    return PageList(pages=pages.to(device), counts=counts.to(device))
-
-
 def bytes_trap(batch, tokens, device, dtype):
     """Few pages, or few valid tokens, of a large cache: kv_bytes is what was allocated, bytes_touched what the call needed."""
     # As many caches as a rotation over the touched bytes needs, but no more than 8 GB of them on a GPU, 1 GB elsewhere.
     room = (8 << 30 if device == "cuda" else 1 << 30) // kv_bytes(batch, tokens, dtype)
     count = min(sets_to_outgrow(device, kv_bytes(batch, BUDGET.pages * PAGE, dtype)), max(3, room))
     sets = _sets(batch, tokens, count, device, dtype)
-    lists = [random_pages(batch, tokens, device, seed) for seed in range(len(sets))]
+    lists = [random_pages(batch, HEADS[1], tokens, device, seed) for seed in range(len(sets))]
     lengths = torch.full((batch,), BUDGET.pages * PAGE, dtype=torch.int32, device=device)
     arms = {
         "page list": [lambda q=q, kv=kv, pages=pages: sparse_decode(q, *kv, pages, page_size=PAGE) for (q, kv), pages in zip(sets, lists)],
@@ -288,7 +273,7 @@ def baseline_trap(batch, tokens, device, dtype):
     sets = _sets(batch, tokens, sets_to_outgrow(device, size), device, dtype)
     for name, (before, call) in baselines(device).items():
         arm = lambda q, k, v: call(q, before(k), before(v))  # noqa: B023, E731  (used within this turn of the loop)
-        if problem := _problem(lambda: check_arm(Arm(name, each(arm)), HEADS, dtype, device)):  # noqa: B023
+        if problem := _problem(lambda: dense.check_arm(Arm(name, each(arm)), HEADS, dtype, device)):  # noqa: B023
             rows.append(dict(arm=name, batch=batch, tokens=tokens, error=problem))
             continue
         few = sets_to_outgrow(device, size * (HEADS[0] // HEADS[1] if before is expanded else 1))
@@ -350,12 +335,3 @@ def table(rows):
             rate = f"{row['bytes_touched'] / 1e6:>12.1f}{row['gb_per_s']:>9.1f}" if "gb_per_s" in row else ""
             lines.append(f"{start}{row['microseconds']:>12.1f}{row['kv_bytes'] / 1e6:>10.1f}{rate}")
     return "\n".join(lines)
-
-
-def report(record=None, *, progress=lambda: None):
-    """What ``python -m pageskip_lib.bench pitfalls`` does: run, print, and with a name also record."""
-    rows, settings = run_pitfalls(progress=progress)
-    print(table(rows))
-    print(f"{runtime.machine()}; {settings['dtype']}, {settings['method']}")
-    if record:
-        records.save(records.stamped(rows, settings), "pitfalls", record)

@@ -31,10 +31,12 @@ def step_bytes(batch, tokens, heads, itemsize, budget=BUDGET, page_size=PAGE):
     return batch * kv_heads * dim * itemsize * 2 * (pages + min(listed, tokens))
 
 
-def random_pages(batch, kv_heads, pages, wanted, device):
-    """A ``PageList`` of ``wanted`` random pages of each KV head, ascending."""
-    chosen = torch.rand(batch, kv_heads, pages, device=device).topk(min(wanted, pages), dim=-1).indices.sort(dim=-1).values.int()
-    return PageList(pages=chosen, counts=torch.full((batch, kv_heads), chosen.shape[-1], dtype=torch.int32, device=device))
+def random_pages(batch, kv_heads, tokens, device, seed):
+    """The budget's number of pages for each KV head, drawn at random without repeats: a ``PageList`` to time, not to answer with."""
+    noise = torch.rand(batch, kv_heads, tokens // PAGE, generator=torch.Generator().manual_seed(seed))
+    pages = noise.topk(min(BUDGET.pages, tokens // PAGE)).indices.sort().values.to(torch.int32)
+    counts = torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32)
+    return PageList(pages=pages.to(device), counts=counts.to(device))
 
 
 def _row(heads, dtype, batch, tokens):
@@ -123,8 +125,8 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
     touched = 2 * batch * kv_heads * listed * dim * dtype.itemsize
     sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens, dtype, device)
     lists = []
-    for _ in sets:
-        one = random_pages(batch, 1, tokens // PAGE, BUDGET.pages, device)
+    for seed in range(len(sets)):
+        one = random_pages(batch, 1, tokens, device, seed)
         lists.append(PageList(one.pages.repeat(1, kv_heads, 1), one.counts.repeat(1, kv_heads)))
     whole, out = [torch.randn(touched // dtype.itemsize, dtype=dtype, device=device) for _ in sets], torch.zeros((), device=device)
     spaces = [decode_workspace(q, kv[0]) for q, kv in sets]
@@ -147,7 +149,7 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
     ]  # fmt: skip
 
 
-def _run(measure, heads, shapes, progress):
+def _run(measure, heads, shapes, progress, timed):
     device = default_device()
     dtype, rows = DTYPES[device][0], []
     for shape in heads or HEADS:
@@ -156,12 +158,12 @@ def _run(measure, heads, shapes, progress):
             if device == "cuda":
                 torch.cuda.empty_cache()
     graph = ", in one CUDA graph" if device == "cuda" else ", eager, wall clock"
-    return rows, dict(method=f"median of {REPEATS}, arms interleaved, rotated past 3x L2, random keys{graph}")
+    return rows, dict(method=f"{timed}; median of {REPEATS}, arms interleaved, rotated past 3x L2, random keys{graph}")
 
 
 def run_sparse(*, heads=None, shapes=None, progress=lambda: None):
     """Measure the sparse kernel alone at every shape. Returns (rows, settings); a row as ``measure_sparse`` makes it."""
-    return _run(measure_sparse, heads, shapes, progress)
+    return _run(measure_sparse, heads, shapes, progress, "the attention over a given page list")
 
 
 def run_step(*, heads=None, shapes=None, progress=lambda: None):
@@ -171,7 +173,7 @@ def run_step(*, heads=None, shapes=None, progress=lambda: None):
     bytes_touched (by the step), speed_up (over SDPA's flash backend in the same run), sm_mhz. Each step appends a token, so the lengths
     grow during a measurement and are put back before the next.
     """
-    return _run(measure_step, heads, shapes, progress)
+    return _run(measure_step, heads, shapes, progress, "append, score, select and attend")
 
 
 def table(rows):
