@@ -97,20 +97,14 @@ def _ones(word):
     return (word + (word >> 16)) & 0x3F
 
 
-@triton.jit(do_not_specialize=["s_batch", "s_head"])
-def _select_kernel(
-    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
-    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    batch = row // kv_heads
+@triton.jit
+def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
+    """Write one row's list to pages_ptr [capacity], -1 after its end; returns how many pages it lists.
+
+    score: fp32 [BLOCK_N // 32, 32], of page 32 i + j at [i, j], -inf past the row's end. held: pages that hold a token. budget, sink,
+    local: numbers of pages.
+    """
     page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    score = tl.load(scores_ptr + batch * s_batch + (row % kv_heads) * s_head + page, mask=page < pages, other=float("-inf"))
-    held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
-    budget = capacity
-    if row_budgets_ptr is not None:
-        budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
-    tl.debug_barrier()  # or else the compiler, short of predicates, would wait for some scores before it asks for the next
     forced = ((page < sink) | (page >= held - local)) & (page < held)
     rivals = (score > float("-inf")) & (page < held) & ~forced  # False for NaN too
 
@@ -157,13 +151,30 @@ def _select_kernel(
         is_tied = (tied & lowest) != 0
         taken = (rest != 0) & (~is_tied | (seen < places))
         number = (lowest.to(tl.float32).to(tl.uint32, bitcast=True) >> 23).to(tl.int32) - 127  # the exponent of 2^i is i
-        tl.store(pages_ptr + row * capacity + slot, word * 32 + number, mask=taken)
+        tl.store(pages_ptr + slot, word * 32 + number, mask=taken)
         slot += taken.to(tl.uint32)
         seen += is_tied.to(tl.uint32)
         rest = others
     padding = tl.arange(0, BLOCK_N)
     for start in range(count, capacity, BLOCK_N):
-        tl.store(pages_ptr + row * capacity + start + padding, -1, mask=start + padding < capacity)
+        tl.store(pages_ptr + start + padding, -1, mask=start + padding < capacity)
+    return count
+
+@triton.jit(do_not_specialize=["s_batch", "s_head"])
+def _select_kernel(
+    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
+    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // kv_heads
+    page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    score = tl.load(scores_ptr + batch * s_batch + (row % kv_heads) * s_head + page, mask=page < pages, other=float("-inf"))
+    held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
+    budget = capacity
+    if row_budgets_ptr is not None:
+        budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
+    tl.debug_barrier()  # or else the compiler, short of predicates, would wait for some scores before it asks for the next
+    count = choose_row(score, held, budget, sink, local, pages_ptr + row * capacity, capacity, BLOCK_N, PAIRS)
     tl.store(counts_ptr + row, count)
 
 
