@@ -11,7 +11,7 @@ from ..selection import Budget, PageList, select_pages
 from ..sparse import sparse_decode
 from .ceilings import READ, read_once
 from .dense import DTYPES, HEADS, REPEATS, make_sets, views
-from .peers import OURS, arms, versions
+from .peers import OURS, arms, flashinfer_over, versions
 from .timing import copies_to_outgrow, sm_clock, time_arms
 
 PAGE, BUDGET = 64, Budget(pages=32)
@@ -96,28 +96,6 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
     ]  # fmt: skip
 
 
-def _flashinfer_on(lists, sets, batch, tokens):
-    """FlashInfer's paged decode on the same pages: every KV head of a sequence reads the list of its first one."""
-    import flashinfer
-
-    q, kv = sets[0]
-    kv_heads, dim, pages = kv.shape[2], kv.shape[-1], tokens // PAGE
-    wanted = lists[0].pages.shape[-1]
-    calls = []
-    for (q, kv), listed in zip(sets, lists):
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(64 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
-        )
-        first = torch.arange(batch, dtype=torch.int32, device=q.device)
-        wrapper.plan(
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * wanted, (listed.pages[:, 0] + first[:, None] * pages).flatten(),
-            torch.full_like(first, PAGE), q.shape[1], kv_heads, dim, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype,
-        )  # fmt: skip
-        paged = tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, kv_heads, dim) for x in views(kv, tokens_first=True))
-        calls.append(lambda wrapper=wrapper, q=q, paged=paged: wrapper.run(q, paged))
-    return calls
-
-
 def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
     """Rows of one shape for the kernel alone: random pages (the same for every KV head), FlashInfer on them, a plain read of their bytes."""
     _, kv_heads, dim = heads
@@ -138,7 +116,8 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
         ],
     }
     if device == "cuda" and "FlashInfer" in versions():
-        calls["FlashInfer paged"] = _flashinfer_on(lists, sets, batch, tokens)
+        paged = [(q, *views(kv, tokens_first=True)) for q, kv in sets]
+        calls["FlashInfer paged"] = [flashinfer_over(p.pages[:, 0], [one], scratch=64 << 20)[0] for p, one in zip(lists, paged)]
     times = time_arms(calls, repeats=REPEATS, progress=progress)
     return [
         _row(heads, dtype, batch, tokens) | dict(
