@@ -96,7 +96,8 @@ def score_cells(everything):
         return
     yield from ((kind, "max", 64, 64, torch.float16, 96, 6) for kind in summaries.KINDS)
     yield from (("minmax", "sum", 64, 64, torch.float16, 96, 6), ("minmax", "none", 64, 8, torch.float16, 96, 6))
-    yield from (("minmax", "max", 128, 8, torch.float16, 192, 96), ("minmax", "max", 64, 64, torch.float32, 192, 24))
+    yield from (("minmax", "max", 64, 64, torch.float16, 192, 24), ("minmax", "max", 128, 8, torch.float16, 192, 96))
+    yield ("minmax", "max", 64, 64, torch.float32, 192, 6)
 
 
 def summary_cells(everything):
