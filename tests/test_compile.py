@@ -71,8 +71,9 @@ def test_every_launch_of_the_enumeration_was_compiled(rows):
         assert {row["BLOCK_N"] for row in here if row["kernel"] == "select"} == {64, 1024, 4096, 16384}
         scored = [row for row in here if row["kernel"] == "score"]
         assert {row["KIND"] for row in scored} == set(summaries.KINDS) and {row["GROUP"] for row in scored} == {"max", "sum", "none"}
-        assert {row["BLOCK_N"] * row["PER_PAGE"] for row in scored} == {64, 32, 16}  # entries of a program, down to the fewest
-        assert {row["PER_PAGE"] for row in scored} == {1, 8, 16}
+        widest = set() if target == "gfx1100" else {16}
+        assert {row["BLOCK_N"] * row["PER_PAGE"] for row in scored} == {64, 32} | widest  # entries of a program, down to the fewest
+        assert {row["PER_PAGE"] for row in scored} == {1, 8} | widest
         assert {row["SIZE"] for row in here if row["kernel"] == "summary"} == {8, 64, 128}
         assert {row["BLOCK_H"] for row in here if row["kernel"] == "append"} == {8, 32}
 
