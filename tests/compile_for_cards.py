@@ -198,10 +198,10 @@ def main():
     options = parser.parse_args()
     wanted = [launch for target in options.target or TARGETS for launch in launches(target, options.all)]
     if not options.json:
-        print(*(f"{name:>11}" for name in COLUMNS), sep="")
+        print(*(f"{name:>12}" for name in COLUMNS), sep="")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for row in pool.map(listed, wanted):
-            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>11}" for name in COLUMNS) + "  " + row.get("error", "")
+            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>12}" for name in COLUMNS) + "  " + row.get("error", "")
             print(line, flush=True)
 
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 import pageskip_lib
 from pageskip_lib import (
-    Budget, PageList, dense_decode, merge, page_scores, reference, runtime, scores, select_pages, selection, sparse, sparse_decode,
+    Budget, PageList, dense_decode, page_scores, reference, runtime, scores, select_pages, sparse, sparse_decode,
     summaries, summarize_pages,
 )  # fmt: skip
 from pageskip_lib.bench import records
