@@ -13,10 +13,12 @@ What a launch compiles to follows from the kernel, its constants (all of ``launc
 dtypes and the target. ``launch_shape`` reads of a card its shared memory, whether it launches dependents early, and whether it
 has at least as many SMs as there are rows; so cards that agree in the first two and in the target are one, once with few rows and
 once with many: an RTX 4060 is an RTX 4090 here, and equal launches are compiled once. Caches are taken as laid out in multiples
-of 16 elements, lengths and row budgets as given, splits as more than one, rows to select from as ROW_PAGES wide. What is left out
+of 16 elements, lengths and row budgets as given, splits as more than one, rows to select from as ROW_PAGES wide. Scores and
+summaries are launched on tensors without memory, and what they hand to their kernels is noted down. What is left out
 without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
-ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; and the
-sparse kernel in fp32 with more than 32 heads a KV head.
+ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; the
+sparse kernel in fp32 with more than 32 heads a KV head; and of the scores, summaries and appends, which keep nothing in flight, all
+but one launch for each piece of code that a constant turns on, and the widest ones (these not for gfx1100).
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
 memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is
@@ -33,14 +35,15 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import cards, dense, merge, runtime, selection, sparse  # noqa: E402
+from pageskip_lib import cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
-from pageskip_lib.checks import HEAD_DIMS  # noqa: E402
+from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES  # noqa: E402
 
 torch.cuda.is_available = real
 
@@ -56,16 +59,16 @@ SMS, FEW_ROWS, MANY_ROWS = 100, 1, 1000
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
     "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
-    "read": ceilings._read_kernel,
+    "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
 }  # fmt: skip
 INTS = ("lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
 FLOATS = ("scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
-IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr")
+IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
 TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
-STRIDES = {f"{name}_{axis}" for name in "qkv" for axis in ("batch", "head", "token")}
+STRIDES = {f"{name}_{axis}" for name in "qkvfs" for axis in ("batch", "head", "token", "entry")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
 ROW_PAGES = (64, 1024, 4096, 16384)
-COLUMNS = "target kernel dtype D G PAGE BLOCK_D BLOCK_G BLOCK_N TILE num_warps num_stages registers local shared room".split()
+COLUMNS = "target kernel dtype KIND GROUP PER_PAGE SIZE D G PAGE BLOCK_D BLOCK_G BLOCK_N TILE num_warps num_stages registers local shared room".split()
 
 
 def card_of(target):
@@ -85,6 +88,37 @@ def attention_cells(everything):
     yield from itertools.product([torch.float32], (64, 96, 192), GROUPS[:2], [FEW_ROWS], [dict(PAGE=16)])
 
 
+def score_cells(target, everything):
+    """(kind, group, page size, bound size, dtype, D, G) of a target's score launches."""
+    if everything:
+        groups = [group for group in scores.GROUPS if group != "softmax_sum"]  # it launches "none"
+        yield from itertools.product(summaries.KINDS, groups, [128], (128, 64, 32, 16, 8), DTYPES, (64, 96, 192), GROUPS)
+        return
+    yield from ((kind, "max", 64, 64, torch.float16, 96, 6) for kind in summaries.KINDS)
+    yield from (("minmax", "none", 64, 8, torch.float16, 96, 6), ("minmax", "sum", 64, 64, torch.float32, 192, 6))
+    if target != "gfx1100":  # LLVM takes half a minute over what it cannot fit into 256 registers
+        yield from (("minmax", "max", 64, 64, torch.float16, 192, 24), ("minmax", "max", 128, 8, torch.float16, 192, 96))
+
+
+def summary_cells(everything):
+    """(dtype, D, tokens of an entry) of the launches that build summaries."""
+    if everything:
+        return itertools.product(DTYPES, HEAD_DIMS, (8, *PAGE_SIZES))
+    return ((torch.float16, 96, 8), (torch.float16, 96, 64), (torch.float32, 192, 128))
+
+
+def append_cells(everything):
+    """(dtype, D, KV heads) of the launches that append a token."""
+    return itertools.product(DTYPES, HEAD_DIMS, (1, 8, 32)) if everything else ((torch.float16, 96, 6), (torch.float16, 192, 32))
+
+
+def noted(module, kernel, call):
+    """The constants that ``call`` launches this kernel of the module with; nothing runs."""
+    with mock.patch.object(module, kernel) as launcher:
+        call()
+    return launcher.__getitem__.return_value.call_args.kwargs
+
+
 def launches(target, everything=False):
     """Every launch to compile for a target, once: (target, kernel, dtype, constants and options of the launch)."""
     card, found = card_of(target), []
@@ -98,6 +132,18 @@ def launches(target, everything=False):
         found.append((target, "read", dtype, dict(BLOCK=ceilings.read_once.__defaults__[0])))
     # The usual sink of 1 is a constant by itself.
     found += [(target, "select", torch.float32, dict(PAGE=16, sink=1) | selection.select_shape(pages)) for pages in ROW_PAGES]
+    for kind, group, page_size, bound_size, dtype, dim, heads in score_cells(target, everything):
+        q, k = torch.empty(1, heads, dim, dtype=dtype, device="meta"), torch.empty(1, 1, page_size, dim, dtype=dtype, device="meta")
+        summary = summaries.summarize_pages(k, page_size, kind=kind, bound_size=bound_size, backend="torch")
+        shape = noted(scores, "_score_kernel", lambda: scores.page_scores(q, summary, group=group, backend="triton"))  # noqa: B023
+        found.append((target, "score", dtype, shape | (dict(s_entry=1) if kind == "mean_radius" else {})))  # a stride of 1 is a constant
+    for dtype, dim, size in summary_cells(everything):
+        k = torch.empty(1, 1, 128, dim, dtype=dtype, device="meta")
+        shape = noted(summaries, "_minmax_kernel", lambda: summaries.summarize_pages(k, 128, bound_size=size, backend="triton"))  # noqa: B023
+        found.append((target, "summary", dtype, shape))
+    for dtype, dim, kv_heads in append_cells(everything):
+        blocks = dict(BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim))
+        found.append((target, "append", dtype, dict(PAGE=64, D=dim) | blocks))
     return list({str(launch): launch for launch in found}.values())
 
 
@@ -111,7 +157,9 @@ def compiled(target, kernel, dtype, shape):
             signature[name], constants[(i,)] = "constexpr", shape[name]
         else:
             signature[name] = "*" + DTYPES[dtype] if name in IN_DTYPE else TYPES.get(name, "i32")
-        if name in STRIDES or signature[name].startswith("*"):
+        if name == "second_ptr" and shape["KIND"] == "mean_radius":
+            signature[name] = "*fp32"
+        if signature[name].startswith("*") or name in STRIDES and not function.params[i].do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]  # loads of 16 bytes
     nvidia = target.startswith("sm_")
     arch = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
@@ -150,10 +198,10 @@ def main():
     options = parser.parse_args()
     wanted = [launch for target in options.target or TARGETS for launch in launches(target, options.all)]
     if not options.json:
-        print(*(f"{name:>11}" for name in COLUMNS), sep="")
+        print(*(f"{name:>12}" for name in COLUMNS), sep="")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for row in pool.map(listed, wanted):
-            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>11}" for name in COLUMNS) + "  " + row.get("error", "")
+            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>12}" for name in COLUMNS) + "  " + row.get("error", "")
             print(line, flush=True)
 
 

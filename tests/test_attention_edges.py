@@ -257,19 +257,22 @@ def test_keys_and_values_in_one_buffer_past_2_to_31(device):
 
 OVERFLOW = """
 import torch
-from pageskip_lib import Budget, PageList, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
+from pageskip_lib import Budget, DecodeStep, PageList, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
 buffer = torch.zeros(2**31 + 2**23, dtype=torch.float16, device="cuda")
 k = buffer.as_strided((3, 3, 200, 64), (2**30, 2**21, 64, 1)).normal_()
 q = torch.randn(3, 6, 64, dtype=torch.float16, device="cuda")
 pages = PageList.from_rows([[[0, 5, 12]] * 3] * 3, "cuda")
 near = k.contiguous()
 extremes = torch.tensor([-0.0, 0.0, 1.0, -1.0, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 1e-45], device="cuda")
+lengths = torch.tensor([199, 100, 3], dtype=torch.int32, device="cuda")
+steps = [DecodeStep(keys, near.clone(), lengths.clone(), Budget(3), heads=6, page_size=16) for keys in (k, near)]
 rows = [extremes.repeat(3, 3, 10), torch.full((3, 3, 40), float("-inf"), device="cuda"), torch.zeros(3, 3, 32768, device="cuda")]
 for far, close in (
     (dense_decode(q, k, k, splits=3), dense_decode(q, near, near, splits=3)),
     (sparse_decode(q, k, k, pages, page_size=16), sparse_decode(q, near, near, pages, page_size=16)),
     (page_scores(q, summarize_pages(k, 16)), page_scores(q, summarize_pages(near, 16))),
     *([select_pages(row, Budget(5), None, 16, backend=backend).pages for backend in ("triton", "torch")] for row in rows),
+    [step(q, q[:, :3], q[:, 3:]) for step in steps],  # the last one: it writes into k
 ):
     assert torch.equal(far, close)
 torch.cuda.synchronize()

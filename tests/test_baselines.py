@@ -1,13 +1,16 @@
-"""What we compare with must be right and must be what it says: PyTorch's scaled_dot_product_attention (SDPA) in decode."""
+"""What we compare with must be right and must be what it says: PyTorch's scaled_dot_product_attention (SDPA) in decode, FlashInfer's tables."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from pageskip_lib import dense_decode, reference
+from pageskip_lib import PageList, dense_decode, reference
 from pageskip_lib.bench import dense as bench
-from pageskip_lib.bench import peers, timing
+from pageskip_lib.bench import peers, step, timing
 
 from helpers import assert_is_attention, attention_errors, each_backend, int32, make_qkv, randn
 
@@ -50,6 +53,61 @@ def test_a_pinned_backend_refuses_what_it_cannot_run(what, device):
     with pytest.raises(RuntimeError, match="No available kernel|No viable backend"):
         pinned(q, k, v, **options)
     assert scaled_dot_product_attention(q[:, :, None], k, v, **options).isfinite().all()  # unpinned it runs, somewhere else
+
+
+class PagedDecode:
+    """FlashInfer's decode wrapper by its documentation: row r attends to the pages indices[indptr[r] : indptr[r + 1]], the last cut short."""
+
+    made = []
+
+    def __init__(self, workspace, layout, *, use_tensor_cores):
+        assert layout == "NHD" and workspace.dtype == torch.uint8
+        self.made.append(self)
+
+    def plan(self, indptr, indices, last_page_len, heads, kv_heads, dim, page_size, *, q_data_type, kv_data_type):
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32 and q_data_type == kv_data_type
+        assert len(indptr) == len(last_page_len) + 1 and indptr[-1] == len(indices)
+        self.rows = [indices[start:end].tolist() for start, end in zip(indptr.tolist(), indptr.tolist()[1:])]
+        self.last, self.shape = last_page_len.tolist(), (page_size, kv_heads, dim)
+
+    def run(self, q, cache):
+        assert all(x.shape[1:] == self.shape for x in cache)
+        outs = []
+        for row, (pages, last) in enumerate(zip(self.rows, self.last)):
+            tokens = (len(pages) - 1) * self.shape[0] + last
+            k, v = (x[pages].flatten(0, 1)[None, :tokens].transpose(1, 2) for x in cache)
+            outs.append(reference.attention(q[row : row + 1], k, v)[0].to(q.dtype))
+        return torch.cat(outs)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    monkeypatch.setattr(PagedDecode, "made", [])
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=PagedDecode))
+    return PagedDecode
+
+
+def test_flashinfer_reads_every_page_in_random_order(flashinfer):
+    """Case J5: a table in order is one that a kernel may ignore (flashinfer-ai/flashinfer#1976); the partly filled page comes last."""
+    bench.check_arm(peers.Arm("FlashInfer", peers._flashinfer, tokens_first=True), (4, 2, 64), torch.float32, "cpu")
+    (plan,) = flashinfer.made  # one for all inputs
+    for row, pages in enumerate(plan.rows):
+        assert pages != sorted(pages) and sorted(pages) == list(range(row * 16, row * 16 + 16)) and pages[-1] == row * 16 + 15
+    assert plan.last == [1003 - 15 * 64] * 2
+    assert peers.shuffled_pages(2, 64, "cpu").tolist() == [[0], [0]]
+
+
+def test_flashinfer_reads_the_listed_pages_only(flashinfer):
+    """Case J4: both kernels of the comparison walk one list; NaN in every other page would show."""
+    q, kv = bench.make_sets(1, (4, 2, 64), 2, 40 * 64, torch.float32, "cpu")[0]
+    k, v = bench.views(kv, tokens_first=True)
+    one = step.random_pages(2, 1, 40 * 64, "cpu", seed=3).pages
+    unread = torch.ones(2, 40, dtype=torch.bool).scatter_(1, one[:, 0].long(), False).repeat_interleave(64, dim=1)
+    for x in (k, v):
+        x.masked_fill_(unread[:, None, :, None], float("nan"))
+    (call,) = peers.flashinfer_over(one[:, 0], [(q, k, v)], scratch=16)
+    truth, _ = reference.attention(q, k, v, pages=PageList(one.repeat(1, 2, 1), torch.full((2, 2), 32, dtype=torch.int32)), page_size=64)
+    torch.testing.assert_close(call().double(), truth)
 
 
 def assert_same_numbers(out, q, k, v, **options):

@@ -15,6 +15,7 @@ from pageskip_lib.controls import png, title_of
 
 
 def test_rotation_is_larger_than_the_cache():
+    """Case J1: three times, unless that takes more than 256 copies."""
     for l2, one in [(60e6, 1e6), (60e6, 2.1e9), (0, 5), (60e6, 33.6e6)]:
         copies = timing.copies_to_outgrow(int(l2), int(one))
         assert 3 <= copies <= 256 and (copies == 256 or copies * one >= 3 * l2)
@@ -33,6 +34,7 @@ def test_summary_is_median_and_quartiles():
 
 
 def test_arms_take_turns(monkeypatch):
+    """Cases J8 and J9: a clock that changes meets every arm."""
     monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: False)
     order = []
     monkeypatch.setattr(timing, "_cpu_seconds", lambda calls, replays: order.append(calls[0]) or 1.0)

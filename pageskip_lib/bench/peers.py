@@ -61,29 +61,48 @@ def _flex(sets):
     return [lambda q=q, k=k, v=v: compiled(q[:, :, None], k, v, enable_gqa=True)[:, :, 0] for q, k, v in sets]
 
 
-def _flashinfer(sets):
+def flashinfer_over(pages, sets, scratch):
+    """Calls of FlashInfer's paged decode that read the listed pages and no others.
+
+    pages: [B, K] int32 page numbers (of PAGE tokens) of each sequence, read by all of its KV heads, in any order but for one thing:
+    where the cache's last page is listed, it comes last, since FlashInfer lets only that one be partly filled.
+    sets: as ``Arm.calls`` takes them, stored tokens first. scratch: bytes of FlashInfer's workspace.
+    """
     import flashinfer
 
     q, k, _ = sets[0]
     batch, kv_heads, tokens, dim = k.shape
-    pages = -(-tokens // PAGE)
-    if tokens % PAGE:
-        pad = lambda x: torch.nn.functional.pad(x, (0, 0, 0, pages * PAGE - tokens))  # noqa: E731
-        sets = [(q, pad(k), pad(v)) for q, k, v in sets]
+    held = -(-tokens // PAGE)
+    row = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
+        torch.empty(scratch, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
     )
     wrapper.plan(
-        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages,
-        torch.arange(batch * pages, dtype=torch.int32, device=q.device),  # pages in order: the easiest table there is
-        torch.full((batch,), tokens - (pages - 1) * PAGE, dtype=torch.int32, device=q.device),
+        row * pages.shape[1],
+        (pages + row[:-1, None] * held).flatten(),
+        (tokens - pages[:, -1] * PAGE).clamp(max=PAGE),
         q.shape[1], kv_heads, dim, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype,
     )  # fmt: skip
 
     def paged(x):
-        return x.transpose(1, 2).reshape(batch * pages, PAGE, kv_heads, dim)
+        if tokens % PAGE:
+            x = torch.nn.functional.pad(x, (0, 0, 0, held * PAGE - tokens))
+        return x.transpose(1, 2).reshape(batch * held, PAGE, kv_heads, dim)
 
     return [lambda q=q, kv=(paged(k), paged(v)): wrapper.run(q, kv) for q, k, v in sets]
+
+
+def shuffled_pages(batch, tokens, device):
+    """[B, N] int32: every page of each sequence in random order, the last one last. A table in order is one that a kernel may ignore."""
+    last = -(-tokens // PAGE) - 1
+    generator = torch.Generator().manual_seed(0)
+    rows = [[*torch.randperm(last, generator=generator).tolist(), last] for _ in range(batch)]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _flashinfer(sets):
+    q, k, _ = sets[0]
+    return flashinfer_over(shuffled_pages(k.shape[0], k.shape[2], q.device), sets, scratch=256 << 20)
 
 
 def _fa3(sets):

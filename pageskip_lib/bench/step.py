@@ -11,8 +11,8 @@ from ..selection import Budget, PageList, select_pages
 from ..sparse import sparse_decode
 from .ceilings import READ, read_once
 from .dense import DTYPES, HEADS, REPEATS, make_sets, views
-from .peers import OURS, arms, versions
-from .timing import copies_to_outgrow, sm_clock, time_arms
+from .peers import OURS, arms, flashinfer_over, versions
+from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
 
 PAGE, BUDGET = 64, Budget(pages=32)
 SHAPES = {
@@ -46,6 +46,10 @@ def _row(heads, dtype, batch, tokens):
     )  # fmt: skip
 
 
+def _ran(call, device):
+    return kernel_names(call) if device == "cuda" else []
+
+
 def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
     """Rows of one shape: the whole step, its parts alone, dense decode, SDPA, and a streaming read of the bytes that the step touches."""
     query_heads, kv_heads, dim = heads
@@ -74,6 +78,7 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
             lambda s=s, p=p: sparse_decode(s.q, s.k, s.v, p, page_size=PAGE, lengths=s.lengths, workspace=s.workspace)
             for s, p in zip(steps, lists)
         ]
+        calls["torch.topk"] = [lambda x=x: x.topk(BUDGET.pages) for x in scores]  # for comparison: no forced pages, no order, no rule for ties
     for arm in arms(device, dtype):
         if arm.name == OURS:
             spaces = [Workspace(step.q, step.workspace.splits) for step in steps]
@@ -86,36 +91,16 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
             step.lengths.copy_(full)
 
     times = time_arms(calls, repeats=REPEATS, before=rewind, progress=progress)
+    rewind()
+    clock = sm_clock()
     baseline = times.get("SDPA flash") or times["SDPA"]
     return [
         _row(heads, dtype, batch, tokens) | dict(
             arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3), bytes_touched=touched,
-            speed_up=round(baseline.median / time.median, 3), sm_mhz=sm_clock(),
+            speed_up=round(baseline.median / time.median, 3), sm_mhz=clock, kernels=_ran(calls[name][0], device),
         )
         for name, time in times.items()
     ]  # fmt: skip
-
-
-def _flashinfer_on(lists, sets, batch, tokens):
-    """FlashInfer's paged decode on the same pages: every KV head of a sequence reads the list of its first one."""
-    import flashinfer
-
-    q, kv = sets[0]
-    kv_heads, dim, pages = kv.shape[2], kv.shape[-1], tokens // PAGE
-    wanted = lists[0].pages.shape[-1]
-    calls = []
-    for (q, kv), listed in zip(sets, lists):
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(64 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
-        )
-        first = torch.arange(batch, dtype=torch.int32, device=q.device)
-        wrapper.plan(
-            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * wanted, (listed.pages[:, 0] + first[:, None] * pages).flatten(),
-            torch.full_like(first, PAGE), q.shape[1], kv_heads, dim, PAGE, q_data_type=q.dtype, kv_data_type=q.dtype,
-        )  # fmt: skip
-        paged = tuple(x.transpose(1, 2).reshape(batch * pages, PAGE, kv_heads, dim) for x in views(kv, tokens_first=True))
-        calls.append(lambda wrapper=wrapper, q=q, paged=paged: wrapper.run(q, paged))
-    return calls
 
 
 def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
@@ -138,12 +123,14 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
         ],
     }
     if device == "cuda" and "FlashInfer" in versions():
-        calls["FlashInfer paged"] = _flashinfer_on(lists, sets, batch, tokens)
+        paged = [(q, *views(kv, tokens_first=True)) for q, kv in sets]
+        calls["FlashInfer paged"] = [flashinfer_over(p.pages[:, 0], [one], scratch=64 << 20)[0] for p, one in zip(lists, paged)]
     times = time_arms(calls, repeats=REPEATS, progress=progress)
+    clock = sm_clock()
     return [
         _row(heads, dtype, batch, tokens) | dict(
             arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3), bytes_touched=touched,
-            share_of_read=round(times[READ].median / time.median, 4), sm_mhz=sm_clock(),
+            share_of_read=round(times[READ].median / time.median, 4), sm_mhz=clock, kernels=_ran(calls[name][0], device),
         )
         for name, time in times.items()
     ]  # fmt: skip
@@ -170,10 +157,12 @@ def run_step(*, heads=None, shapes=None, progress=lambda: None):
     """Measure the whole step at every shape. Returns (rows, settings).
 
     A row: heads, kv_heads, head_dim, dtype, batch, tokens, page_size, budget_pages, arm, microseconds with low and high quartile,
-    bytes_touched (by the step), speed_up (over SDPA's flash backend in the same run), sm_mhz. Each step appends a token, so the lengths
-    grow during a measurement and are put back before the next.
+    bytes_touched (by the step), speed_up (over SDPA's flash backend in the same run), sm_mhz, kernels (what ran on a GPU). Each step appends
+    a token, so the lengths grow during a measurement and are put back before the next. The rotation outgrows L2 by what a whole step
+    touches; "score", "select" and "torch.topk" alone touch little of it, and may find that in L2 from one replay to the next.
     """
-    return _run(measure_step, heads, shapes, progress, "append, score, select and attend")
+    timed = "append, score, select and attend (score, select and torch.topk by themselves may find their inputs in L2)"
+    return _run(measure_step, heads, shapes, progress, timed)
 
 
 def table(rows):
