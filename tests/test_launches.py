@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from pageskip_lib import DecodeStep, runtime
+from pageskip_lib import DecodeStep, runtime, summarize_pages
 from pageskip_lib.bench import frozen, launches, records
 from pageskip_lib.bench.__main__ import main
 from pageskip_lib.bench.step import BUDGET, PAGE
@@ -24,6 +24,9 @@ def test_the_eager_step_does_what_a_decode_step_does(device):
         q, k_new, v_new = (randn(2, heads, 64, seed=10 * n + heads + which, device=device) for which, heads in enumerate((4, 2, 2)))
         torch.testing.assert_close(eager(q, k_new, v_new), whole(q, k_new, v_new), rtol=0, atol=2e-5)
     assert eager.lengths.tolist() == [start + 6, start - 194] and torch.equal(eager.k, whole.k) and torch.equal(eager.v, whole.v)
+    rebuilt, held = summarize_pages(eager.k, PAGE, lengths=eager.lengths), torch.arange(40, device=device) * PAGE < eager.lengths[:, None]
+    for mine, truth in ((eager.summary.kmin, rebuilt.kmin), (eager.summary.kmax, rebuilt.kmax)):
+        assert torch.equal(mine.movedim(2, 1)[held], truth.movedim(2, 1)[held])
 
 
 def test_each_measurement_starts_where_the_last_one_did():
