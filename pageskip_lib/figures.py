@@ -470,3 +470,105 @@ def layer_heat(rows, layers, caption, *, dense_layers=2):
     bar.set_label("attention mass kept")
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
+
+
+PART_COLOURS = STEP_COLOURS | {"append": "#56B4E9"}
+
+
+def _covered(events):
+    """Microseconds during which at least one of the events runs."""
+    total = until = 0.0
+    for event in sorted(events, key=lambda event: event["start_us"]):
+        end = event["start_us"] + event["duration_us"]
+        total += max(0.0, end - max(until, event["start_us"]))
+        until = max(until, end)
+    return total
+
+
+def timelines(calls, caption):
+    """What the CPU and the GPU do during a call, one pair of lanes a call, on one clock; the title says how long and how busy the GPU is.
+
+    calls: {label: events}, as ``bench.launches.timeline`` makes them. Named parts are bars, launches ticks on them.
+    """
+    spans, kinds = {}, set()
+    figure, axes = _blank("", caption, height=0.9 + 0.62 * len(calls))
+    for place, (label, events) in enumerate(calls.items()):
+        spans[label] = max(event["start_us"] + event["duration_us"] for event in events)
+        for lane, where in ((-2.3 * place, "cpu"), (-2.3 * place - 1, "gpu")):
+            for event in events:
+                if event["where"] != where:
+                    continue
+                part = event["name"] if event["name"] in PART_COLOURS else None
+                kind = part or ("launch" if where == "cpu" else "GPU work")
+                height = 0.4 if kind == "launch" else 0.8
+                colour = PART_COLOURS[part] if part else "#000000" if kind == "launch" else HONEST
+                axes.broken_barh(
+                    [(event["start_us"], event["duration_us"])], (lane - height / 2, height), color=colour,
+                    linewidth=0 if part else 0.8, zorder=2 if part else 3, label=None if kind in kinds else kind,
+                )  # fmt: skip
+                kinds.add(kind)
+    busy = {label: _covered([event for event in events if event["where"] == "gpu"]) / spans[label] for label, events in calls.items()}
+    shares = ", ".join(f"{label} {busy[label]:.0%} of {spans[label]:,.0f} µs" for label in calls)
+    figure.suptitle(f"GPU busy: {shares}", fontsize=11, x=0.01, ha="left")
+    places = [lane for place in range(len(calls)) for lane in (-2.3 * place, -2.3 * place - 1)]
+    axes.set_yticks(places, [f"{label}, {where}" for label in calls for where in ("CPU", "GPU")], fontsize=8)
+    axes.set(xlabel="microseconds since the call began", xlim=(0, 1.02 * max(spans.values())))
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
+def break_even(points):
+    """The context from which on the speed-up is at least 1, or None where the longest one is still below it.
+
+    points: [(tokens, speed-up)]. Between two contexts the speed-up is taken as a straight line over log2(tokens). Where nothing is below 1,
+    that is the shortest context measured.
+    """
+    points = sorted(points)
+    below = [n for n, (_, times) in enumerate(points) if times < 1]
+    if not below:
+        return points[0][0]
+    if below[-1] == len(points) - 1:
+        return None
+    (left, low), (right, high) = points[below[-1] : below[-1] + 2]
+    return left * (right / left) ** ((1 - low) / (high - low))
+
+
+def _thousands(tokens):
+    return f"{tokens / 1024:.3g}k"
+
+
+def speed_ups(rows, caption, *, tokens=None, reported=()):
+    """Speed-up of the step over SDPA flash against the context, one line a batch, with the context from which on each is ahead.
+
+    rows: of one head shape, as ``bench.step`` makes them. tokens: the context that the title speaks of (default: the longest).
+    reported: [{batch, tokens, times}] that somebody else published, drawn hollow in the colour of their batch.
+    """
+    lines = {}
+    for row in rows:
+        if row["arm"] == "pageskip step":
+            lines.setdefault(row["batch"], []).append((row["tokens"], row["speed_up"]))
+    lines = {batch: sorted(points) for batch, points in sorted(lines.items())}
+    contexts = sorted({n for points in lines.values() for n, _ in points})
+    tokens = tokens or contexts[-1]
+    there = [f"{dict(points)[tokens]:.2f}x at batch {batch}" for batch, points in lines.items() if tokens in dict(points)]
+    figure, axes = _blank(f"{tokens:,} tokens: {', '.join(there) or 'not measured'}", caption, height=3.6)
+    for (batch, points), colour in zip(lines.items(), ("#4d4d4d", "#E69F00", "#0072B2", "#009E73")):
+        even = break_even(points)
+        ahead = "never ahead" if even is None else "ahead everywhere" if even == points[0][0] else f"ahead from {_thousands(even)} on"
+        axes.plot(*zip(*points), marker=".", color=colour, label=f"batch {batch}: {ahead}")
+        if tokens in dict(points):
+            axes.plot(tokens, dict(points)[tokens], "o", markersize=10, fillstyle="none", color=colour)
+        if even not in (None, points[0][0]):
+            axes.plot(even, 1, "|", color=colour, markersize=16, markeredgewidth=2)
+        told = [(one["tokens"], one["times"]) for one in reported if one["batch"] == batch]
+        if told:
+            axes.plot(*zip(*told), "D", color=colour, fillstyle="none", label=f"batch {batch}, RTX 4090, as reported")
+    axes.axhline(1, color="#000000", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="context (tokens)", ylabel="speed-up over SDPA flash", xscale="log", yscale="log")
+    axes.set_xticks(contexts, [_thousands(n) for n in contexts])
+    heights = [times for points in lines.values() for _, times in points] + [one["times"] for one in reported if one["batch"] in lines]
+    ticks = [2.0**n for n in range(-6, 8) if min(heights) / 1.5 <= 2.0**n <= 1.5 * max(heights)]
+    axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -199,6 +199,8 @@ def test_titles_fit_their_figure():
         figures.step_reads([1048576, 2097152], {"whole cache": [4096, 8192], "16-token min/max in 8 bits": [33, 65]}, "x"),
         figures.pareto([dict(row, label=row["label"].replace("bound, page 16, max", "mean + 3 std, page 128, union of lists")) for row in recall_rows()], "x"),
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
+        figures.timelines({name: timeline_events(99) for name in ("eager", "dense", "graph")}, "x"),
+        figures.speed_ups(speed_rows((1, 8, 32)), "x"),
         figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),
         figures.baseline_bars([dict(row, arm=row["arm"].replace("math", "flash, KV expanded before")) for row in baseline_rows(3999)], "x"),
     ):
@@ -243,6 +245,64 @@ def test_step_lines_say_what_grows():
     figure = figures.step_lines(rows, ("score", "attend"), "x")
     assert title_of(figure) == "1,000 to 16,000 tokens, times as long: score ~8.5, attend ~1.0"
     assert "(µs)" in figure.axes[0].get_ylabel() and len(figure.axes[0].lines) == 2
+
+
+def event(name, where, start, duration):
+    return dict(name=name, where=where, start_us=start, duration_us=duration)
+
+
+def timeline_events(scale=1):
+    """Two parts of 50 and 40 on the CPU, with a launch in each; the GPU works for 10, and twice for 20, half of it at once."""
+    cpu = [event("append", "cpu", 0, 50), event("cudaLaunchKernel", "cpu", 5, 8), event("attend", "cpu", 50, 40), event("cuLaunchKernelEx", "cpu", 60, 8)]
+    gpu = [event("copy", "gpu", 20, 10), event("attend kernel", "gpu", 70, 20), event("merge kernel", "gpu", 80, 20)]
+    return [dict(one, start_us=scale * one["start_us"], duration_us=scale * one["duration_us"]) for one in cpu + gpu]
+
+
+def test_a_timeline_says_how_long_and_how_busy():
+    """Work that overlaps counts once: 10 + 30 of 100."""
+    figure = figures.timelines({"eager": timeline_events(10), "graph": timeline_events()[-3:]}, "x")
+    assert title_of(figure) == "GPU busy: eager 40% of 1,000 µs, graph 40% of 100 µs"
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["eager, CPU", "eager, GPU", "graph, CPU", "graph, GPU"]
+    assert "microseconds" in axes.get_xlabel() and len(axes.collections) == 10
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["append", "launch", "attend", "GPU work"]
+    lanes = {round(bar.get_paths()[0].get_extents().y0 + bar.get_paths()[0].get_extents().y1, 6) / 2 for bar in axes.collections}
+    assert lanes == {0, -1, -3.3}  # nothing of the replay's CPU: a part of the lane, not of another one
+
+
+def test_break_even_is_where_the_last_loss_ends():
+    points = [(1024, 1.2), (2048, 1.1), (4096, 0.6), (8192, 0.9), (16384, 1.3), (65536, 5.0)]
+    assert figures.break_even(points) == pytest.approx(8192 * 2**0.25)  # a quarter of the way from 0.9 to 1.3
+    assert figures.break_even(points[::-1]) == figures.break_even(points)
+    assert figures.break_even(points[:2]) == 1024 and figures.break_even([(4096, 1.0), (8192, 2.0)]) == 4096
+    assert figures.break_even(points[:4]) is None and figures.break_even([(4096, 0.5)]) is None
+
+
+def speed_rows(batches=(1, 8), **more):
+    values = {1: [(4096, 0.5), (65536, 0.9)], 8: [(4096, 0.75), (16384, 1.25), (65536, 4.0)], 32: [(4096, 2.0), (65536, 16.0)]}
+    return [dict(arm="pageskip step", batch=batch, tokens=n, speed_up=times) | more for batch in batches for n, times in values[batch]]
+
+
+def test_speed_ups_name_the_context_and_who_is_ahead_from_where():
+    rows = [*speed_rows((32, 1, 8)), *speed_rows((8,), arm="SDPA cuDNN", speed_up=99.0)]
+    figure = figures.speed_ups(rows, "x")
+    assert title_of(figure) == "65,536 tokens: 0.90x at batch 1, 4.00x at batch 8, 16.00x at batch 32"
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["batch 1: never ahead", "batch 8: ahead from 8k on", "batch 32: ahead everywhere"]
+    assert title_of(figures.speed_ups(rows, "x", tokens=16384)) == "16,384 tokens: 1.25x at batch 8"
+    assert title_of(figures.speed_ups(rows, "x", tokens=1024)) == "1,024 tokens: not measured"
+    axes = figure.axes[0]
+    assert (8192, 1) in [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "|"]
+    assert "SDPA flash" in axes.get_ylabel() and axes.get_ylim()[1] < 40
+
+
+def test_reported_points_are_hollow_and_said_to_be_reported():
+    told = [dict(batch=8, tokens=65536, times=8.1), dict(batch=32, tokens=65536, times=16.4)]
+    figure = figures.speed_ups(speed_rows(), "x", reported=told)
+    diamonds = [line for line in figure.axes[0].lines if line.get_marker() == "D"]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in diamonds] == [([65536], [8.1])]  # no batch 32 of ours to stand beside
+    assert diamonds[0].get_fillstyle() == "none" and "as reported" in diamonds[0].get_label()
+    assert not [line for line in figures.speed_ups(speed_rows(), "x").axes[0].lines if line.get_marker() == "D"]
 
 
 def recall_row(label, budget, mass, policy="pageskip", kind="minmax", page_size=16, **more):

@@ -11,7 +11,7 @@ import torch
 from test_notebook_contract import PATHS, read, tags
 
 from pageskip_lib import PageList, figures, runtime
-from pageskip_lib.bench import pitfalls
+from pageskip_lib.bench import pitfalls, records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import explore, show
 from pageskip_lib.costs import MODELS, decode_step
@@ -78,9 +78,23 @@ def page_bound():
     return dict(keys=torch.randn(12, 2, generator=torch.Generator().manual_seed(0)))
 
 
+def graphs_notebook():
+    contexts = {tokens: (tokens / 4096) ** 0.5 for tokens in (1024, 4096, 16384, 65536)}
+    rows = [
+        dict(arm="pageskip step", batch=batch, tokens=tokens, speed_up=times * batch**0.5, dtype="float16")
+        for batch in (1, 8, 32)
+        for tokens, times in contexts.items()
+    ]
+    slower = [dict(row, speed_up=row["speed_up"] / 2) for row in rows]
+    settings = dict(machine=dict(name="a card", torch="2", triton="3"), date="2026-11-30")
+    sets = {"12 on 2 heads, D=128": rows, "9 on 3 heads, D=64": slower}
+    return dict(STEP=dict(rows=rows, settings=settings), SETS=sets, here=[row for row in slower if row["batch"] == 1], records=records)
+
+
 STAND_INS = {
     "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
-    "04_page_bound_and_gemm_identity": page_bound, "05_sparse_kernel": sparse_notebook, "08_needle": needle_notebook,
+    "04_page_bound_and_gemm_identity": page_bound, "05_sparse_kernel": sparse_notebook,
+    "06_cuda_graphs": graphs_notebook, "08_needle": needle_notebook,
 }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``launches``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 
 from tqdm import tqdm
 
 from .. import runtime
-from . import ceilings, dense, pitfalls, records, step
+from . import ceilings, dense, launches, pitfalls, records, step
 
 # name: what it measures, the function that does, its table, and how many measurements that takes (None: not known before)
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "splits": ("dense decode with 1, 2, 4, ... splits and with the library's choice", dense.run_splits, dense.splits_table, None),
     "sparse": ("the kernel that walks a page list, alone", step.run_sparse, step.table, None),
     "step": ("the whole step, selection included, against dense attention", step.run_step, step.table, None),
+    "launches": ("a step called from Python and replayed from a CUDA graph, and what the graph froze", launches.run_launches, launches.table, None),
     "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
     "pitfalls": (
         "five ways to time a number that physics forbids, and their honest versions",

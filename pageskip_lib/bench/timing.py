@@ -26,7 +26,7 @@ def copies_to_outgrow(l2_bytes, bytes_per_call, *, times=3, least=3, most=256):
     return max(least, min(most, -(-times * l2_bytes // max(bytes_per_call, 1))))
 
 
-def _captured(calls):
+def captured(calls):
     """All calls, one after another, in one CUDA graph; each is run once before, which compiles what there is to compile."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -61,7 +61,7 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=Non
     """
     cuda = torch.cuda.is_available()
     if cuda:
-        runs = {name: _captured(calls) for name, calls in arms.items()}
+        runs = {name: captured(calls) for name, calls in arms.items()}
         measure = _gpu_seconds
     else:
         runs = arms
