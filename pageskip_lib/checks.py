@@ -19,12 +19,13 @@ def check_tensor(name, tensor, axes):
         raise ValueError(f"{name} must have shape [{axes}], got {shape_of(tensor)}.")
 
 
-def check_heads(q, k, k_name="k"):
-    """q [B, Hq, D] and k [B, Hkv, ..., D] must agree in batch, head dim, dtype and device, and Hkv divide Hq."""
+def check_heads(q, k, k_name="k", *, dtype=None):
+    """q [B, Hq, D] and k [B, Hkv, ..., D] must agree in batch, head dim and device, k be of ``dtype`` (default q's), and Hkv divide Hq."""
     if q.dtype not in DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}.")
-    if k.dtype != q.dtype:
-        raise TypeError(f"{k_name} must have q's dtype {q.dtype}, got {k.dtype}.")
+    if k.dtype != (dtype or q.dtype):
+        wanted = f"dtype {dtype}" if dtype else f"q's dtype {q.dtype}"
+        raise TypeError(f"{k_name} must have {wanted}, got {k.dtype}.")
     if k.device != q.device:
         raise ValueError(f"{k_name} must be on q's device {q.device}, got {k.device}.")
     if q.shape[0] != k.shape[0]:

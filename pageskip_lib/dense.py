@@ -81,8 +81,8 @@ def check_splits(splits):
         raise ValueError(f"splits must be an int from 1 to 4096, got {splits!r}.")
 
 
-def launch_shape(q, k, card):
-    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D] and a ``Card``."""
+def launch_shape(q, k, card, tokens):
+    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D], a ``Card``, and ``tokens`` to read."""
     rows, group, dim = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
@@ -93,6 +93,8 @@ def launch_shape(q, k, card):
 
     # The widest tile of which two fit on their way in. With more rows than SMs a half of it, so that two programs can share an SM.
     widest = 128 if rows <= card.sms else 64
+    # Nor so wide that most SMs get no tile at all: a few tokens are read sooner by many programs.
+    widest = max(32, min(widest, 3 * rows * tokens // card.sms))
     tile = next((tile for tile in (128, 64, 32) if tile <= widest and 2 * tile * token_bytes <= room(tile)), 16)
     return dict(
         G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
@@ -121,7 +123,8 @@ def attend_prefix(q, k, v, scale):
 def decode_workspace(q, k):
     """A ``Workspace`` for ``dense_decode`` and ``sparse_decode`` calls with tensors shaped like q [B, Hq, D] and k [B, Hkv, T, D]."""
     this_card = card(q.device)
-    return Workspace(q, splits_for(q, k, this_card, launch_shape(q, k, this_card), k.shape[2]))
+    shorter = [max(1, k.shape[2] >> halvings) for halvings in range(k.shape[2].bit_length() + 1)]  # page lists read fewer tokens
+    return Workspace(q, max(splits_for(q, k, this_card, launch_shape(q, k, this_card, tokens), tokens) for tokens in shorter))
 
 
 def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=None, backend="auto", return_lse=False):
@@ -154,7 +157,7 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
                 out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
     else:
         this_card = card(q.device)
-        shape = launch_shape(q, k, this_card)
+        shape = launch_shape(q, k, this_card, tokens)
         splits = splits or splits_for(q, k, this_card, shape, tokens)
         workspace = workspace_for(q, splits, workspace)
         _dense_kernel[(splits, batch * kv_heads)](

@@ -10,7 +10,10 @@ import torch
 from .checks import check_tensor, shape_of
 from .runtime import card, resolve_backend, tl, triton
 
-MERGE_SPLITS, MERGE_DIMS = 32, 32  # one program merges so many splits at a time, for so many dims: small, since many run at once
+
+def merge_blocks(splits):
+    """(BLOCK_S, BLOCK_D): one program merges so many splits at a time, for so many dims. Small, since many run at once."""
+    return (4, 128) if splits <= 4 else (32, 32)
 
 
 @triton.jit
@@ -98,8 +101,9 @@ def launch_merge(outs, lses, out, lse):
     splits, batch, heads, dim = outs.shape
     rows = batch * heads
     early = card(outs.device).dependent_launch
-    _merge_kernel[(rows, triton.cdiv(dim, MERGE_DIMS))](
-        outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=MERGE_DIMS,
+    block_s, block_d = merge_blocks(splits)
+    _merge_kernel[(rows, triton.cdiv(dim, block_d))](
+        outs, lses, out, lse, rows, splits, D=dim, BLOCK_S=block_s, BLOCK_D=block_d,
         DEPENDENT=early, num_warps=1, **(dict(launch_pdl=True) if early else {}),
     )  # fmt: skip
 

@@ -101,7 +101,8 @@ class Card:
     """What the launch rules read of a device.
 
     sms: streaming multiprocessors. l2_bytes: its L2 cache. shared_bytes: shared memory that one program can have.
-    dependent_launch: can a kernel be launched before the one it depends on has ended (Hopper and newer)?
+    dependent_launch: can a kernel be launched before the one it depends on has ended (Hopper and newer)? bandwidth: of the memory by its
+    clock and width, bytes/s; 0 where the driver does not say.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Card:
     l2_bytes: int
     shared_bytes: int
     dependent_launch: bool
+    bandwidth: float = 0.0
 
 
 def _cpu_name():
@@ -134,6 +136,7 @@ def card(device):
         # CUDA keeps 1 KB of it for each program, AMD nothing.
         shared_bytes=found.shared_memory_per_multiprocessor - (1024 if torch.version.cuda else 0),
         dependent_launch=torch.version.cuda is not None and found.major >= 9,
+        bandwidth=2 * getattr(found, "memory_clock_rate", 0) * 1e3 * getattr(found, "memory_bus_width", 0) / 8,  # kHz, two bits a clock
     )
 
 

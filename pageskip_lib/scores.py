@@ -14,8 +14,9 @@ key: mean is q . mean, and mean_std adds 3 |q| . std (arXiv 2605.27740). ``refer
 
 import torch
 
+from .bounds8 import launch_scores8
 from .checks import check_heads, check_inner_stride, check_tensor, shape_of
-from .runtime import resolve_backend, tl, triton
+from .runtime import card, resolve_backend, tl, triton
 from .summaries import PageSummary
 
 GROUPS = ("max", "sum", "softmax_sum", "none")
@@ -25,9 +26,12 @@ GROUPS = ("max", "sum", "softmax_sum", "none")
 def _score_kernel(
     q_ptr, first_ptr, second_ptr, lengths_ptr, scores_ptr, q_batch, q_head, f_batch, f_head, f_entry, s_batch, s_head, s_entry,
     kv_heads, entries, pages, KIND: tl.constexpr, GROUP: tl.constexpr, BOUND: tl.constexpr, PER_PAGE: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """first and second are the kind's fields: kmin and kmax, or mean and what goes with it. BLOCK_N pages of PER_PAGE entries a program."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0).to(tl.int64) // kv_heads
     head = tl.program_id(0).to(tl.int64) % kv_heads
     entry = tl.program_id(1) * BLOCK_N * PER_PAGE + tl.arange(0, BLOCK_N * PER_PAGE)
@@ -112,15 +116,19 @@ def page_scores(q, summary, *, group="max", backend="auto"):
         score = score.masked_fill(~_held(summary, entries, summary.bound_size)[:, None, None], float("-inf"))
         score = torch.nn.functional.pad(score, (0, pages * per_page - entries), value=float("-inf")).unflatten(3, (pages, per_page)).amax(4)
         return {"max": lambda: score.amax(2), "sum": lambda: score.sum(2), "none": lambda: score.flatten(1, 2)}[group]()
+    if summary.kind == "minmax8":
+        return launch_scores8(q, summary, group)
     scores = torch.empty(batch, q.shape[1] if group == "none" else kv_heads, pages, dtype=torch.float32, device=q.device)
     if scores.numel():
         second = others[0] if others else first
         block_g, block_d = max(16, triton.next_power_of_2(per_kv_head)), triton.next_power_of_2(dim)
         block = entries_per_program(block_g, block_d * q.element_size())
+        early = card(q.device).dependent_launch
         _score_kernel[(batch * kv_heads, triton.cdiv(entries, block))](
             q, first, second, summary.lengths, scores, q.stride(0), q.stride(1), *first.stride()[:3], *second.stride()[:3],
             kv_heads, entries, pages, KIND=summary.kind, GROUP=group, BOUND=summary.bound_size, PER_PAGE=per_page,
             G=per_kv_head, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_N=block // per_page,
+            DEPENDENT=early, **(dict(launch_pdl=True) if early else {}),
         )  # fmt: skip
     return scores
 
@@ -129,12 +137,14 @@ def _check_fields(q, summary):
     """The summary's tensors fit q, and each other."""
     first = None
     for name, field in summary.fields.items():
-        check_tensor(f"summary.{name}", field, "B, Hkv, S" if name == "radius" else "B, Hkv, S, D")
-        if name != "radius":  # [B, Hkv, S] in fp32, whatever q is
-            check_heads(q, field, f"summary.{name}")
+        axes = dict(radius="B, Hkv, S", scale="B, Hkv, S", channel="B, Hkv, D").get(name, "B, Hkv, S, D")
+        check_tensor(f"summary.{name}", field, axes)
+        if axes == "B, Hkv, S, D":
+            check_heads(q, field, f"summary.{name}", dtype=torch.int8 if summary.kind == "minmax8" else None)
             check_inner_stride(f"summary.{name}", field)
         first = first if first is not None else (name, field)
-        if field.shape != first[1].shape[: field.dim()] or field.device != q.device:
+        sizes = dict(zip(("B", "Hkv", "S", "D"), first[1].shape))
+        if field.shape != tuple(sizes[axis] for axis in axes.split(", ")) or field.device != q.device:
             got = f"{shape_of(field)} on {field.device}"
             raise ValueError(f"summary.{name} must go with summary.{first[0]} {shape_of(first[1])} on {q.device}, got {got}.")
 
@@ -147,6 +157,9 @@ def _held(summary, count, size):
 def _entry_scores(q, summary):
     """Score of every entry, fp32 [B, Hkv, G, S], from q as fp32 [B, Hkv, G, D]."""
     vectors = {name: field.float() for name, field in summary.fields.items()}
+    if summary.kind == "minmax8":
+        q = q * vectors["channel"][:, :, None]
+        return (q.clamp(min=0) @ vectors["kmax"].mT + q.clamp(max=0) @ vectors["kmin"].mT) * vectors["scale"][:, :, None]
     if summary.kind == "minmax":
         return q.clamp(min=0) @ vectors["kmax"].mT + q.clamp(max=0) @ vectors["kmin"].mT
     score = q @ vectors["mean"].mT

@@ -7,8 +7,8 @@ The kernel sorts nothing. What fits the budget is every page whose score reaches
 head keeps its row of scores in registers and searches for the threshold: fp32 scores become 32-bit keys of the same order, and
 each pass counts the keys at or above two thresholds, which cut the interval in three; both counts are one sum, so a pass has one
 sum to wait for. The interval begins as the lowest to the highest key of the row, and the search ends once a threshold lets exactly
-the budget through: after 6 to 9 passes on average for 1,024 normal scores and 32 pages, and 21 at most, as ties at the threshold
-need. Then a page is a bit, 32 to a word, so that prefix sums run over words and each thread writes the pages of its own words, in
+the budget through. The first passes cut the interval of scores, where scores lie evenly; half of all keys lie between -1 and 1.
+Ties leave nothing to find there, so the passes after that cut the interval of keys, which ends after 21 at most. Then a page is a bit, 32 to a word, so that prefix sums run over words and each thread writes the pages of its own words, in
 page order: the list is ascending by itself, and among equals the lowest pages are the first to find a place.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from .checks import check_inner_stride, check_lengths, check_page_size, check_per_sequence, check_tensor, page_count, shape_of
-from .runtime import resolve_backend, tl, triton
+from .runtime import card, resolve_backend, tl, triton
 from .tiles import valid_length
 
 LOCAL_TOKENS = 64  # what Budget.for_tokens keeps for sure of the newest text
 MAX_PAGES = 32768  # of a row that the kernel takes: it counts pages in 16 bits
-PAIRS = 1  # of thresholds that a pass counts, one sum for each pair: the interval shrinks to 1 / (2 * PAIRS + 1)
-KEYS_PER_THREAD = 16  # with more of them fewer warps wait for one another at each sum, with fewer each has less to add up
+BY_VALUE = tl.constexpr(6)  # passes that cut the interval of scores before the others cut the interval of keys
+KEYS_PER_THREAD = 8  # with more of them fewer warps wait for one another at each sum, with fewer each has less to add up
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,20 @@ def _narrow(threshold, count, budget, low, high, reach, above):
 
 
 @triton.jit
+def _key(score):
+    """fp32 scores as unsigned numbers of the same order: -0.0 equals 0.0, and no score but NaN becomes 0."""
+    bits = score.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(bits > magnitude, 0x80000000 - magnitude, 0x80000000 + magnitude)
+
+
+@triton.jit
+def _score(key):
+    """The score that a key above 0 stands for."""
+    return tl.where(key < 0x80000000, (key ^ 0xFFFFFFFF) + 1, tl.maximum(key, 0x80000000) - 0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _ones(word):
     """How many bits of each 32-bit word are 1."""
     word -= (word >> 1) & 0x55555555
@@ -98,7 +112,7 @@ def _ones(word):
 
 
 @triton.jit
-def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
+def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: tl.constexpr):
     """Write one row's list to pages_ptr [capacity], -1 after its end; returns how many pages it lists.
 
     score: fp32 [BLOCK_N // 32, 32], of page 32 i + j at [i, j], -inf past the row's end. held: pages that hold a token. budget, sink,
@@ -108,10 +122,7 @@ def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: t
     forced = ((page < sink) | (page >= held - local)) & (page < held)
     rivals = (score > float("-inf")) & (page < held) & ~forced  # False for NaN too
 
-    # Sign and magnitude become one unsigned number with the order of the scores: -0.0 equals 0.0, and no key of a rival is 0.
-    bits = score.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    key = tl.where(bits > magnitude, 0x80000000 - magnitude, 0x80000000 + magnitude)
+    key = _key(score)
     low = tl.min(tl.where(rivals, key, 0xFF800000))  # the key of +inf: without rivals low > high, and nothing is searched
     key = tl.where(rivals, key, 0)
     high = tl.max(key) + 1
@@ -121,15 +132,19 @@ def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: t
     # Only at the start can it be otherwise, and then there is nothing to search: forced pages take every place, or all pages have one.
     above = tl.minimum(sink + local, held)
     reach = held
+    passes = 0
     while (above < budget) & (reach > budget) & (high > low + 1):
-        start = low
-        step = (high - low + 2 * PAIRS) // (2 * PAIRS + 1)
-        for pair in tl.static_range(PAIRS):
-            first = start + (2 * pair + 1) * step
-            second = first + step
-            both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
-            low, high, reach, above = _narrow(first, (both & 0xFFFF).to(tl.int32), budget, low, high, reach, above)
-            low, high, reach, above = _narrow(second, (both >> 16).to(tl.int32), budget, low, high, reach, above)
+        third = (high - low + 2) // 3
+        least, most = _score(low), _score(high - 1)
+        gap = (most - least) / 3
+        by_value = passes < BY_VALUE
+        # Whatever the arithmetic made of huge scores, the thresholds stay inside, and so the interval shrinks.
+        first = tl.where(by_value, tl.minimum(tl.maximum(_key(least + gap), low + 1), high - 1), low + third)
+        second = tl.where(by_value, tl.minimum(tl.maximum(_key(most - gap), first), high - 1), first + third)
+        both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
+        low, high, reach, above = _narrow(first, (both & 0xFFFF).to(tl.int32), budget, low, high, reach, above)
+        low, high, reach, above = _narrow(second, (both >> 16).to(tl.int32), budget, low, high, reach, above)
+        passes += 1
 
     # From here on a page is a bit: one word for 32 pages says which of them are surely in, and one which are at the threshold.
     # Gathered in their own order, which hands every thread words of its own; the sums leave each word with all threads of a warp.
@@ -160,11 +175,15 @@ def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: t
         tl.store(pages_ptr + start + padding, -1, mask=start + padding < capacity)
     return count
 
+
 @triton.jit(do_not_specialize=["s_batch", "s_head"])
 def _select_kernel(
     scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
-    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     batch = row // kv_heads
     page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -174,14 +193,15 @@ def _select_kernel(
     if row_budgets_ptr is not None:
         budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
     tl.debug_barrier()  # or else the compiler, short of predicates, would wait for some scores before it asks for the next
-    count = choose_row(score, held, budget, sink, local, pages_ptr + row * capacity, capacity, BLOCK_N, PAIRS)
+    count = choose_row(score, held, budget, sink, local, pages_ptr + row * capacity, capacity, BLOCK_N)
     tl.store(counts_ptr + row, count)
 
 
-def select_shape(pages):
-    """The constants and options of the launch for rows of so many scores."""
-    block = max(32, triton.next_power_of_2(pages))
-    return dict(BLOCK_N=block, PAIRS=PAIRS, num_warps=max(1, min(16, block // (32 * KEYS_PER_THREAD))))
+def select_shape(pages, card):
+    """The constants and options of the launch for rows of so many scores on a ``Card``."""
+    block, early = max(32, triton.next_power_of_2(pages)), card.dependent_launch
+    warps = max(1, min(16, block // (32 * KEYS_PER_THREAD)))
+    return dict(BLOCK_N=block, DEPENDENT=early, num_warps=warps, **(dict(launch_pdl=True) if early else {}))
 
 
 def _select_torch(scores, budget, lengths, page_size, row_budgets):
@@ -245,8 +265,7 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
         check_per_sequence("row_budgets", row_budgets, batch, scores.device)
     if out is not None:
         _check_out(out, scores, budget.pages)
-    # The kernel has been interpreted, and compiled for every card, but has not run on one: until it has, it must be asked for.
-    backend = resolve_backend("torch" if backend == "auto" else backend, scores)
+    backend = resolve_backend(backend, scores)
     if backend == "triton" and pages > MAX_PAGES:
         raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
     if out is None:
@@ -259,6 +278,6 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     elif batch * kv_heads:
         _select_kernel[(batch * kv_heads,)](
             scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts,
-            *scores.stride()[:2], kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages),
+            *scores.stride()[:2], kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages, card(scores.device)),
         )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ def _sparse_kernel(
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     split = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64) // kv_heads
     head = tl.program_id(1).to(tl.int64) % kv_heads
@@ -144,14 +145,15 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, worksp
     else:
         page_numbers = pages.pages.contiguous()
         this_card = card(q.device)
-        shape = launch_shape(q, k, this_card)
-        splits = splits_for(q, k, this_card, shape, min(capacity * page_size, tokens))
+        most = min(capacity * page_size, tokens)
+        shape = launch_shape(q, k, this_card, most)
+        splits = splits_for(q, k, this_card, shape, most)
         workspace = workspace_for(q, splits, workspace)
         _sparse_kernel[(splits, batch * kv_heads)](
             q, k, v, lengths, page_numbers, pages.counts.contiguous(), *workspace.partials(splits),
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
-            PAGE=page_size, **shape,
+            PAGE=page_size, **shape, **(dict(launch_pdl=True) if shape["DEPENDENT"] else {}),
         )  # fmt: skip
         out, lse = workspace.merge(splits)
     return (out, lse) if return_lse else out

@@ -1,21 +1,25 @@
 """Per-page summaries of the keys: what the page score reads instead of the keys themselves.
 
 minmax       smallest and largest value of every key dimension over a page's tokens (Quest: Tang et al., ICML 2024, arXiv 2406.10774)
+minmax8      the same in 8 bits, rounded outward, at half the bytes (bounds8.py)
 mean_radius  mean key, and the distance of the farthest key from it (ArkVale: Chen et al., NeurIPS 2024)
 mean_std     mean and standard deviation of every dimension (reported to rank better than minmax at the same cost: arXiv 2605.27740)
 mean         mean key alone, the cheapest
 
-``scores.page_scores`` makes an upper bound on q.k out of the first two. The last two only estimate.
+``scores.page_scores`` makes an upper bound on q.k out of the first three. The last two only estimate.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from .bounds8 import quantized
 from .checks import DTYPES, HEAD_DIMS, check_bound_size, check_inner_stride, check_lengths, check_page_size, check_tensor, page_count
 from .runtime import resolve_backend, tl, triton
 
-FIELDS = {"minmax": ("kmin", "kmax"), "mean_radius": ("mean", "radius"), "mean_std": ("mean", "std"), "mean": ("mean",)}
+FIELDS = {
+    "minmax": ("kmin", "kmax"), "minmax8": ("kmin", "kmax", "scale", "channel"), "mean_radius": ("mean", "radius"), "mean_std": ("mean", "std"), "mean": ("mean",),
+}  # fmt: skip
 KINDS = tuple(FIELDS)
 
 
@@ -24,7 +28,8 @@ class PageSummary:
     """Summaries of a cache's pages, one entry for every ``bound_size`` tokens: S = ceil(T / bound_size) entries, N = ceil(T / page_size) pages.
 
     kmin, kmax, mean, std: [B, Hkv, S, D] in the keys' dtype, those that the kind has (``FIELDS``), None else. radius: [B, Hkv, S] fp32.
-    kmin and kmax are exact, and stay exact when tokens are appended; mean and std are rounded to the dtype. lengths: [B] int32, the
+    kmin and kmax are exact, and stay exact when tokens are appended; mean and std are rounded to the dtype. Of minmax8, kmin and kmax are
+    int8, and a bound is code * scale * channel with scale [B, Hkv, S] and channel [B, Hkv, D], fp32. lengths: [B] int32, the
     tokens that the entries cover. Entries past a length hold zeros and are masked by the length, never by value.
     """
 
@@ -36,6 +41,8 @@ class PageSummary:
     mean: torch.Tensor | None = None
     std: torch.Tensor | None = None
     radius: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    channel: torch.Tensor | None = None
     bound_size: int | None = None
 
     def __post_init__(self):
@@ -67,6 +74,8 @@ def check_kind(kind):
 
 def entry_bytes(kind, dim, element_size):
     """Bytes of one entry of a KV head: what a scoring pass reads for each ``bound_size`` tokens. element_size: of the keys, in bytes."""
+    if kind == "minmax8":
+        return 2 * dim + 4
     return sum(4 if name == "radius" else dim * element_size for name in FIELDS[kind])
 
 
@@ -114,8 +123,8 @@ def summarize_pages(k, page_size, *, lengths=None, kind="minmax", bound_size=Non
     lengths = check_lengths(lengths, batch, tokens, k.device)
     entries = page_count(tokens, bound_size)
     # Only minmax has a kernel. The others are built by PyTorch on either backend: once for each key, while scores are made at every step.
-    if resolve_backend(backend, k) == "triton" and kind == "minmax":
-        fields = {name: k.new_empty(batch, kv_heads, entries, dim) for name in FIELDS[kind]}
+    if resolve_backend(backend, k) == "triton" and kind in ("minmax", "minmax8"):
+        fields = {name: k.new_empty(batch, kv_heads, entries, dim) for name in FIELDS["minmax"]}
         if k.numel():
             _minmax_kernel[(batch * kv_heads * entries,)](
                 k, lengths, *fields.values(), *k.stride()[:3], tokens, kv_heads, entries,
@@ -125,12 +134,14 @@ def summarize_pages(k, page_size, *, lengths=None, kind="minmax", bound_size=Non
         padded = torch.nn.functional.pad(k, (0, 0, 0, entries * bound_size - tokens)).unflatten(2, (entries, bound_size))
         valid = torch.arange(entries * bound_size, device=k.device) < lengths.clamp(0, tokens)[:, None]
         fields = _reduced(padded, valid.view(batch, 1, entries, bound_size, 1), kind)
+    if kind == "minmax8":
+        fields = quantized(**fields)
     return PageSummary(kind, page_size, lengths, **fields, bound_size=bound_size)
 
 
 def _reduced(keys, valid, kind):
     """The fields of ``kind`` from keys [B, Hkv, S, size, D], of which only those count that are valid [B, 1, S, size, 1]."""
-    if kind == "minmax":
+    if kind in ("minmax", "minmax8"):
         kmin, kmax = keys.masked_fill(~valid, float("inf")).amin(3), keys.masked_fill(~valid, float("-inf")).amax(3)
         empty = ~valid.any(3)
         return dict(kmin=kmin.masked_fill(empty, 0.0), kmax=kmax.masked_fill(empty, 0.0))

@@ -41,7 +41,7 @@ import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
+from pageskip_lib import bounds8, cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
 from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES  # noqa: E402
 
@@ -55,17 +55,20 @@ LDS = 64 * 1024  # of a workgroup on AMD, CDNA and RDNA alike
 TARGETS = {f"sm_{card.target}": (card.shared_bytes, card.dependent_launch) for card in cards.CARDS.values()}
 TARGETS |= {"gfx942": (LDS, False), "gfx1100": (LDS, False)}
 SMS, FEW_ROWS, MANY_ROWS = 100, 1, 1000
+LONG, SHORT = 1 << 20, 2048  # tokens to read: the widest tile, and one that leaves no SM without work
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
     "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
     "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
+    "score8": bounds8._score8_kernel,
 }  # fmt: skip
 INTS = ("lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
-FLOATS = ("scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
+CODES = ("low_ptr", "high_ptr")
+FLOATS = ("scale_ptr", "channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
-TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
-STRIDES = {f"{name}_{axis}" for name in "qkvfs" for axis in ("batch", "head", "token", "entry")}
+TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
+STRIDES = {f"{name}_{axis}" for name in (*"qkvfs", "low", "high", "scale") for axis in ("batch", "head", "token", "entry")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
 ROW_PAGES = (64, 1024, 4096, 16384)
 COLUMNS = "target kernel dtype KIND GROUP PER_PAGE SIZE D G PAGE BLOCK_D BLOCK_G BLOCK_N TILE num_warps num_stages registers local shared room".split()
@@ -122,28 +125,35 @@ def noted(module, kernel, call):
 def launches(target, everything=False):
     """Every launch to compile for a target, once: (target, kernel, dtype, constants and options of the launch)."""
     card, found = card_of(target), []
+    early = dict(launch_pdl=True) if card.dependent_launch else {}
     for dtype, dim, group, rows, page in attention_cells(everything):
         q, k = torch.empty(rows, group, dim, dtype=dtype, device="meta"), torch.empty(rows, 1, 64, dim, dtype=dtype, device="meta")
-        found.append((target, "sparse" if page else "dense", dtype, dense.launch_shape(q, k, card) | page))
-    early = dict(launch_pdl=True) if card.dependent_launch else {}
-    blocks = dict(BLOCK_S=merge.MERGE_SPLITS, BLOCK_D=merge.MERGE_DIMS, DEPENDENT=card.dependent_launch, num_warps=1)
+        for tokens in (LONG, SHORT) if everything or (dtype, dim, group, rows) == (torch.float16, 96, 6, FEW_ROWS) else (LONG,):
+            options = early if page else {}
+            found.append((target, "sparse" if page else "dense", dtype, dense.launch_shape(q, k, card, tokens) | page | options))
+    blocks = dict(zip(("BLOCK_S", "BLOCK_D"), merge.merge_blocks(32)), DEPENDENT=card.dependent_launch, num_warps=1)
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
         found.append((target, "read", dtype, dict(BLOCK=ceilings.read_once.__defaults__[0])))
     # The usual sink of 1 is a constant by itself.
-    found += [(target, "select", torch.float32, dict(PAGE=16, sink=1) | selection.select_shape(pages)) for pages in ROW_PAGES]
+    found += [(target, "select", torch.float32, dict(PAGE=16, sink=1) | selection.select_shape(pages, card)) for pages in ROW_PAGES]
     for kind, group, page_size, bound_size, dtype, dim, heads in score_cells(target, everything):
         q, k = torch.empty(1, heads, dim, dtype=dtype, device="meta"), torch.empty(1, 1, page_size, dim, dtype=dtype, device="meta")
         summary = summaries.summarize_pages(k, page_size, kind=kind, bound_size=bound_size, backend="torch")
-        shape = noted(scores, "_score_kernel", lambda: scores.page_scores(q, summary, group=group, backend="triton"))  # noqa: B023
-        found.append((target, "score", dtype, shape | (dict(s_entry=1) if kind == "mean_radius" else {})))  # a stride of 1 is a constant
+        module, kernel, name = (bounds8, "_score8_kernel", "score8") if kind == "minmax8" else (scores, "_score_kernel", "score")
+        with mock.patch.object(module, "card", lambda device: card):
+            shape = noted(module, kernel, lambda: scores.page_scores(q, summary, group=group, backend="triton"))  # noqa: B023
+        one = {"mean_radius": dict(s_entry=1), "minmax8": dict(scale_entry=1)}.get(kind, {})  # a stride of 1 is a constant
+        found.append((target, name, dtype, shape | one))
     for dtype, dim, size in summary_cells(everything):
         k = torch.empty(1, 1, 128, dim, dtype=dtype, device="meta")
         shape = noted(summaries, "_minmax_kernel", lambda: summaries.summarize_pages(k, 128, bound_size=size, backend="triton"))  # noqa: B023
         found.append((target, "summary", dtype, shape))
     for dtype, dim, kv_heads in append_cells(everything):
-        blocks = dict(BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim))
-        found.append((target, "append", dtype, dict(PAGE=64, D=dim) | blocks))
+        blocks = dict(BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim), DEPENDENT=card.dependent_launch)
+        unused = dict.fromkeys(("low_ptr", "high_ptr", "scale_ptr", "channel_ptr"))
+        for kind in ("minmax8", "minmax"):
+            found.append((target, "append", dtype, dict(KIND=kind, PAGE=64, D=dim) | blocks | (unused if kind == "minmax" else {})))
     return list({str(launch): launch for launch in found}.values())
 
 

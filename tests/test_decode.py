@@ -1,11 +1,14 @@
 """The whole step: what it appends, what it selects, and that a captured one does the same at every length."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pageskip_lib import Budget, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
+from pageskip_lib import Budget, PageSummary, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
+from pageskip_lib import bounds8, decode, runtime
 from pageskip_lib.decode import CacheFull, DecodeStep
 
 from helpers import each_backend, int32, randn, same_bits
@@ -13,10 +16,13 @@ from helpers import each_backend, int32, randn, same_bits
 BUDGET = Budget(pages=4, sink=1, local=2)
 
 
-def make_step(lengths, *, tokens=256, heads=4, kv_heads=2, dim=64, budget=BUDGET, page_size=16, dtype=torch.float32, device="cpu", backend="torch"):
-    """A step over a cache that is full of random numbers, past the lengths too."""
+def make_step(lengths, *, tokens=256, heads=4, kv_heads=2, dim=64, budget=BUDGET, page_size=16, dtype=torch.float32, device="cpu",
+    backend="torch", kind="minmax8",
+):  # fmt: skip
+    """A step over a cache that is full of random numbers, past the lengths too. It reads everything only where the budget holds it all."""
     k, v = (randn(len(lengths), kv_heads, tokens, dim, seed=seed, dtype=dtype, device=device) for seed in (1, 2))
-    return DecodeStep(k, v, int32(lengths, device), budget, heads=heads, page_size=page_size, backend=backend)
+    with mock.patch.object(decode, "break_even", lambda k, budget, page_size, card: budget.pages * page_size):
+        return DecodeStep(k, v, int32(lengths, device), budget, heads=heads, page_size=page_size, backend=backend, kind=kind)
 
 
 def token(step, seed):
@@ -25,17 +31,27 @@ def token(step, seed):
     return [randn(*shape, seed=seed * 10 + n, dtype=step.q.dtype, device=step.q.device) for n, shape in enumerate(shapes)]
 
 
+def rebuilt(step):
+    """The summary that the step should have, made anew from its keys; the sizes of the channels are chosen once and stay."""
+    exact = summarize_pages(step.k, step.page_size, lengths=step.lengths, backend="torch")
+    if step.kind == "minmax":
+        return exact
+    kmin, kmax, scale = bounds8.encode(exact.kmin, exact.kmax, step.summary.channel)
+    return PageSummary("minmax8", step.page_size, step.lengths, kmin=kmin, kmax=kmax, scale=scale, channel=step.summary.channel)
+
+
 def expected(step, q):
     """The same step by separate calls on the cache as it is now, summaries rebuilt from the keys."""
-    summary = summarize_pages(step.k, step.page_size, lengths=step.lengths, backend=step.backend)
-    pages = select_pages(page_scores(q, summary, group=step.group, backend=step.backend), step.budget, step.lengths, step.page_size)
+    summary = rebuilt(step)
+    pages = select_pages(page_scores(q, summary, group=step.group, backend=step.backend), step.budget, step.lengths, step.page_size, backend=step.backend)
     return sparse_decode(q, step.k, step.v, pages, page_size=step.page_size, lengths=step.lengths, backend=step.backend)
 
 
 @each_backend
-def test_steps_across_page_boundaries_equal_a_rebuild(backend, device):
+@pytest.mark.parametrize("kind", ["minmax8", "minmax"])
+def test_steps_across_page_boundaries_equal_a_rebuild(kind, backend, device):
     """Cases G1 and E7: the first token of a page resets its summary, later ones merge, and the newest page is always read."""
-    step = make_step([0, 15, 130], device=device, backend=backend)
+    step = make_step([0, 15, 130], device=device, backend=backend, kind=kind)
     for n in range(36):
         q, k_new, v_new = token(step, n)
         before = step.lengths.clone()
@@ -43,22 +59,25 @@ def test_steps_across_page_boundaries_equal_a_rebuild(backend, device):
         assert (step.lengths == before + 1).all()
         for row, length in enumerate(before.tolist()):
             assert torch.equal(step.k[row, :, length], k_new[row]) and torch.equal(step.v[row, :, length], v_new[row])
-        rebuilt = summarize_pages(step.k, step.page_size, lengths=step.lengths, backend="torch")
         held = torch.arange(16, device=device) * 16 < step.lengths[:, None]
-        for mine, truth in ((step.summary.kmin, rebuilt.kmin), (step.summary.kmax, rebuilt.kmax)):
-            assert torch.equal(mine.movedim(2, 1)[held], truth.movedim(2, 1)[held])
+        truth = rebuilt(step).fields
+        for name in [name for name in truth if name != "channel"]:
+            assert torch.equal(step.summary.fields[name].movedim(2, 1)[held], truth[name].movedim(2, 1)[held])
         assert same_bits(out, expected(step, q))
 
 
 @each_backend
 def test_a_cache_within_the_budget_is_read_whole(backend, device):
-    """Case F4: with pages to spare the step is dense decode, bit for bit."""
-    for budget, selects in ((Budget(pages=16), False), (Budget(pages=15), True)):
-        step = make_step([100, 3], budget=budget, device=device, backend=backend)
+    """Case F4: with pages to spare the step is dense decode, bit for bit, whether the cache can never outgrow the budget or has not yet."""
+    for pages, length, selects in ((16, 100, False), (15, 100, False), (7, 111, False), (7, 112, True)):
+        step = make_step([length, 3], budget=Budget(pages=pages), device=device, backend=backend)
         q, k_new, v_new = token(step, 0)
-        out = step(q, k_new, v_new)
         assert step.selects == selects
-        assert same_bits(out, dense_decode(q, step.k, step.v, lengths=step.lengths, backend=backend))
+        out = step(q, k_new, v_new)
+        assert same_bits(out, expected(step, q)) or not selects
+        if not selects:
+            k, v = step.k[:, :, : step.dense_up_to], step.v[:, :, : step.dense_up_to]
+            assert same_bits(out, dense_decode(q, k, v, lengths=step.lengths, backend=backend))
 
 
 @each_backend
@@ -66,10 +85,10 @@ def test_a_full_cache_refuses_and_loses_nothing(backend, device):
     step = make_step([254, 7], device=device, backend=backend)
     step(*token(step, 0))
     step(*token(step, 1))
-    kept = [x.clone() for x in (step.k, step.v, step.lengths, step.summary.kmin, step.summary.kmax, step.q)]
+    kept = [x.clone() for x in (step.k, step.v, step.q, *step._state())]
     with pytest.raises(CacheFull, match="256 tokens"):
         step(*token(step, 2))
-    for before, now in zip(kept, (step.k, step.v, step.lengths, step.summary.kmin, step.summary.kmax, step.q)):
+    for before, now in zip(kept, (step.k, step.v, step.q, *step._state())):
         assert torch.equal(before, now)
     step.set_lengths(int32([100, 9], device))
     step(*token(step, 2))
@@ -82,8 +101,10 @@ def test_going_back_forgets_the_keys_that_were_dropped(backend, device):
     step = make_step([20], device=device, backend=backend)
     q, k_new, v_new = token(step, 0)
     step(q, k_new + 100, v_new)
+    assert step.exact[1].max() > 50
     step.set_lengths(int32([20], device))
-    assert step.summary.kmax.max() < 50
+    assert step.exact[1].max() < 50
+    assert all(torch.equal(step.summary.fields[name][:, :, :2], field[:, :, :2]) for name, field in rebuilt(step).fields.items() if name != "channel")
     assert same_bits(step(q, k_new, v_new), expected(step, q))
 
 
@@ -128,4 +149,20 @@ def test_a_captured_step_equals_an_eager_one_at_every_length(dtype, device):
     captured.set_lengths(int32([10, 10], device))
     for _ in range(1000):
         captured(*given)
-    assert torch.cuda.memory_allocated() <= before + 2 * captured.summary.kmin.nbytes
+    assert torch.cuda.memory_allocated() <= before + 2 * sum(tensor.nbytes for tensor in captured._state())
+
+
+def test_break_even_counts_bytes():
+    """All that fits is read; on a GPU also what is read sooner than chosen from."""
+    k = torch.empty(1, 2, 10, 128, dtype=torch.float16)
+    card = lambda bandwidth: runtime.Card("", sms=132, l2_bytes=0, shared_bytes=0, dependent_launch=True, bandwidth=bandwidth)  # noqa: E731
+    assert decode.break_even(k, Budget(32), 64, card(0)) == 2048
+    assert 12_000 < decode.break_even(k, Budget(32), 64, card(4.9e12)) < 16_384
+    assert 2048 < decode.break_even(k.expand(32, 2, 10, 128), Budget(32), 64, card(4.9e12)) < 4096
+
+
+def test_what_an_append_cannot_keep_current_is_refused():
+    k = torch.zeros(1, 1, 64, 64)
+    for wrong, message in ((dict(kind="mean"), "kind must be"), (dict(budget=Budget(2, local=0)), "budget.local")):
+        with pytest.raises(ValueError, match=message):
+            DecodeStep(k, k.clone(), int32([0]), wrong.pop("budget", BUDGET), heads=1, **wrong)

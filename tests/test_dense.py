@@ -288,7 +288,7 @@ def test_short_caches_are_split_less():
 def test_launches_have_a_stage_whatever_the_group(group):
     """128 query heads of 256 fp32 numbers fill a consumer card's shared memory by themselves."""
     card = runtime.Card("", sms=100, l2_bytes=0, shared_bytes=99 * 1024, dependent_launch=False)
-    shape = dense.launch_shape(torch.empty(1, group, 256), torch.empty(1, 1, 64, 256), card)
+    shape = dense.launch_shape(torch.empty(1, group, 256), torch.empty(1, 1, 64, 256), card, 64)
     assert 1 <= shape["num_stages"] <= 3 and shape["TILE"] == 16
 
 
@@ -297,7 +297,7 @@ def test_more_rows_than_sms_get_two_programs_to_an_sm():
     card = runtime.Card("", sms=132, l2_bytes=0, shared_bytes=227 * 1024, dependent_launch=True)
     for rows, tile in ((132, 128), (256, 64)):
         q, k = torch.empty(rows, 4, 128, dtype=torch.float16), torch.empty(1, 1, 1, 128, dtype=torch.float16).expand(rows, 1, 4096, 128)
-        shape = dense.launch_shape(q, k, card)
+        shape = dense.launch_shape(q, k, card, 4096)
         assert shape["TILE"] == tile and dense.splits_for(q, k, card, shape, 4096) == 1
 
 
