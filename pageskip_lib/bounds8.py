@@ -57,23 +57,20 @@ def encode_tile(kmin, kmax, channel):
 
 
 @triton.jit
-def _score8_kernel(
-    q_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, scores_ptr, q_batch, q_head,
+def score_row8(
+    row, part, q_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, scores_ptr, q_batch, q_head,
     low_batch, low_head, low_entry, high_batch, high_head, high_entry, scale_batch, scale_head, scale_entry, kv_heads, entries, pages,
     GROUP: tl.constexpr, BOUND: tl.constexpr, PER_PAGE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    batch = tl.program_id(1).to(tl.int64) // kv_heads
-    kv_head = tl.program_id(1).to(tl.int64) % kv_heads
+    """This program's share, by the first axis of the grid, of the pages of KV head ``row``, for HEADS of its query heads."""
+    batch, kv_head = row.to(tl.int64) // kv_heads, row.to(tl.int64) % kv_heads
     dims = tl.arange(0, BLOCK_D)
     in_head = (dims < D)[None, :]
     length = tl.load(lengths_ptr + batch)
     # Every head stands there twice: once for its upper digit, and HEADS rows below for its lower one.
     line = tl.arange(0, 2 * HEADS)
-    head = tl.program_id(2) * HEADS + line % HEADS
+    head = part * HEADS + line % HEADS
     q = tl.load(q_ptr + batch * q_batch + (kv_head * G + head[:, None]) * q_head + dims[None, :], mask=(head < G)[:, None] & in_head, other=0.0)
     q = q.to(tl.float32) * tl.load(channel_ptr + (batch * kv_heads + kv_head) * D + dims, mask=dims < D, other=0.0)[None, :]
     peak = tl.max(tl.abs(q), axis=1)
@@ -84,7 +81,7 @@ def _score8_kernel(
     down = tl.where(upper, down >> 7, down & 127).to(tl.int8)  # -5 is -1 * 128 + 123
     unit = tl.max(tl.reshape(peak, (2, HEADS)), axis=0) / DIGITS
     weight = tl.where(tl.arange(0, 2) == 0, 128, 1)[:, None, None]
-    head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    head = part * HEADS + tl.arange(0, HEADS)
     live = (head < G)[:, None]
 
     low_ptr += batch * low_batch + kv_head * low_head
@@ -118,29 +115,56 @@ def _score8_kernel(
             tl.store(scores_ptr + (batch * kv_heads + kv_head) * pages + page, score, mask=page < pages)
 
 
+@triton.jit
+def _score8_kernel(
+    q_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, scores_ptr, q_batch, q_head,
+    low_batch, low_head, low_entry, high_batch, high_head, high_entry, scale_batch, scale_head, scale_entry, kv_heads, entries, pages,
+    GROUP: tl.constexpr, BOUND: tl.constexpr, PER_PAGE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    score_row8(
+        tl.program_id(1), tl.program_id(2), q_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, scores_ptr, q_batch, q_head,
+        low_batch, low_head, low_entry, high_batch, high_head, high_entry, scale_batch, scale_head, scale_entry, kv_heads, entries, pages,
+        GROUP, BOUND, PER_PAGE, G, D, HEADS, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+
+
+class ScoreLaunch:
+    """Grid and arguments of a scoring launch: q [B, Hq, D], a ``PageSummary`` of kind ``minmax8``, group "max", "sum" or "none"."""
+
+    def __init__(self, q, summary, group):
+        low, high, scale, channel = summary.fields.values()
+        batch, kv_heads, entries, dim = low.shape
+        self.per_kv_head, pages = q.shape[1] // kv_heads, summary.pages
+        heads = min(PART, max(8, triton.next_power_of_2(self.per_kv_head)))  # two digits of 8 heads are the 16 rows that tl.dot wants
+        parts = triton.cdiv(self.per_kv_head, heads)
+        self.group = group if parts == 1 else "none"  # what several programs see is put together afterwards
+        rows, per_page = batch * kv_heads, summary.page_size // summary.bound_size
+        sms = card(q.device).sms
+        block = (64 if rows * triton.cdiv(entries, 64) >= sms else 32) // per_page
+        blocks = triton.cdiv(pages, block)
+        turns = triton.cdiv(blocks, max(1, PROGRAMS_PER_SM * sms // max(1, rows * parts)))
+        self.grid = triton.cdiv(blocks, max(1, turns)), rows, parts
+        self.scores = torch.empty(batch, q.shape[1] if self.group == "none" else kv_heads, pages, dtype=torch.float32, device=q.device)
+        self.arguments = (
+            q, low, high, scale, channel.contiguous(), summary.lengths, self.scores, q.stride(0), q.stride(1),
+            *low.stride()[:3], *high.stride()[:3], *scale.stride(), kv_heads, entries, pages,
+        )  # fmt: skip
+        self.options = dict(
+            GROUP=self.group, BOUND=summary.bound_size, PER_PAGE=per_page, G=self.per_kv_head, D=dim, HEADS=heads,
+            BLOCK_D=triton.next_power_of_2(dim), BLOCK_N=block, num_stages=2,
+        )  # fmt: skip
+
 
 def launch_scores8(q, summary, group):
     """Scores of kind ``minmax8`` by the kernel: fp32 [B, Hkv, N], or [B, Hq, N] for group "none". Arguments as in ``page_scores``."""
-    low, high, scale, channel = summary.fields.values()
-    batch, kv_heads, entries, dim = low.shape
-    per_kv_head, pages = q.shape[1] // kv_heads, summary.pages
-    heads = min(PART, max(8, triton.next_power_of_2(per_kv_head)))  # two digits of 8 heads are the 16 rows that tl.dot wants
-    parts = triton.cdiv(per_kv_head, heads)
-    inside = group if parts == 1 else "none"  # what several programs see is put together afterwards
-    scores = torch.empty(batch, q.shape[1] if inside == "none" else kv_heads, pages, dtype=torch.float32, device=q.device)
-    if scores.numel():
-        this_card, rows, per_page = card(q.device), batch * kv_heads, summary.page_size // summary.bound_size
-        block = (64 if rows * triton.cdiv(entries, 64) >= this_card.sms else 32) // per_page
-        blocks = triton.cdiv(pages, block)
-        turns = triton.cdiv(blocks, max(1, PROGRAMS_PER_SM * this_card.sms // (rows * parts)))
-        early = this_card.dependent_launch
-        _score8_kernel[(triton.cdiv(blocks, turns), rows, parts)](
-            q, low, high, scale, channel.contiguous(), summary.lengths, scores, q.stride(0), q.stride(1),
-            *low.stride()[:3], *high.stride()[:3], *scale.stride(), kv_heads, entries, pages,
-            GROUP=inside, BOUND=summary.bound_size, PER_PAGE=per_page, G=per_kv_head, D=dim, HEADS=heads,
-            BLOCK_D=triton.next_power_of_2(dim), BLOCK_N=block, DEPENDENT=early, num_stages=2, **(dict(launch_pdl=True) if early else {}),
-        )  # fmt: skip
-    if inside == group:
-        return scores
-    each = scores.unflatten(1, (kv_heads, per_kv_head))
+    launch, early = ScoreLaunch(q, summary, group), card(q.device).dependent_launch
+    if launch.scores.numel():
+        _score8_kernel[launch.grid](*launch.arguments, **launch.options, DEPENDENT=early, **(dict(launch_pdl=True) if early else {}))
+    if launch.group == group:
+        return launch.scores
+    each = launch.scores.unflatten(1, (-1, launch.per_kv_head))
     return each.amax(2) if group == "max" else each.sum(2)

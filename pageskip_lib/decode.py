@@ -7,12 +7,12 @@ the one it depends on has ended, all five are launched so: each is set up while 
 
 import torch
 
-from .bounds8 import encode, encode_tile, quantized
+from .bounds8 import PART, ScoreLaunch, encode, encode_tile, quantized, score_row8
 from .checks import check_attention, check_lengths, check_page_size, check_tensor, page_count, shape_of
 from .dense import decode_workspace, dense_decode
 from .runtime import card, resolve_backend, tl, triton
 from .scores import page_scores
-from .selection import Budget, select_pages
+from .selection import Budget, empty_list, launch_select, select_pages
 from .sparse import sparse_decode
 from .summaries import PageSummary, summarize_pages
 
@@ -22,16 +22,17 @@ class CacheFull(RuntimeError):
 
 
 @triton.jit
-def _append_kernel(
-    k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr,
+def append_token(
+    sequence, k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
     k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high, scale."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # the scores may be set up now; they wait for the end of this kernel
+    """Append one sequence's token for all KV heads, and write its new length to after_ptr.
+
+    kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high and scale.
+    """
     # One program for all KV heads of a sequence: it reads the length, and nobody else may see it half changed.
-    batch = tl.program_id(0).to(tl.int64)
+    batch = sequence.to(tl.int64)
     position = tl.load(lengths_ptr + batch)
     head = tl.arange(0, BLOCK_H).to(tl.int64)
     heads, dims = head[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -57,7 +58,52 @@ def _append_kernel(
         tl.store(low_ptr + summary, low, mask=there)
         tl.store(high_ptr + summary, high, mask=there)
         tl.store(scale_ptr + entry, scale, mask=(head < kv_heads) & (position < tokens))
-    tl.store(lengths_ptr + batch, tl.minimum(position + 1, tokens))
+    tl.store(after_ptr + batch, tl.minimum(position + 1, tokens))
+
+
+@triton.jit
+def _append_kernel(
+    k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # the scores may be set up now; they wait for the end of this kernel
+    append_token(
+        tl.program_id(0), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
+        k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+        KIND, PAGE, D, BLOCK_H, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append_and_score_kernel(
+    k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+    q_ptr, s_low_ptr, s_high_ptr, s_scale_ptr, s_channel_ptr, s_lengths_ptr, scores_ptr, q_batch, q_head,
+    low_batch, low_head, low_entry, high_batch, high_head, high_entry, scale_batch, scale_head, scale_entry, s_kv_heads, entries, s_pages,
+    sequences,
+    KIND: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr, BOUND: tl.constexpr, PER_PAGE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Some programs append while the others score: the only score that sees it is that of the newest page, and that page is always read."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1) - sequences
+    if row < 0:
+        if tl.program_id(0) == 0:
+            append_token(
+                tl.program_id(1), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
+                k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+                KIND, PAGE, D, BLOCK_H, BLOCK_D,
+            )  # fmt: skip
+    else:
+        score_row8(
+            row, 0, q_ptr, s_low_ptr, s_high_ptr, s_scale_ptr, s_channel_ptr, s_lengths_ptr, scores_ptr, q_batch, q_head,
+            low_batch, low_head, low_entry, high_batch, high_head, high_entry, scale_batch, scale_head, scale_entry, s_kv_heads, entries, s_pages,
+            GROUP, BOUND, PER_PAGE, G, D, HEADS, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
 
 
 def _append_torch(k_new, v_new, k, v, summary, exact, lengths):
@@ -121,6 +167,7 @@ class DecodeStep:
         self.backend = resolve_backend(backend, k)
         self.dense_up_to = min(tokens, break_even(k, budget, page_size, card(k.device)))
         self.workspace = decode_workspace(self.q, k)
+        self.after = torch.empty_like(self.lengths)  # the lengths that a step makes, while others still need the old ones
         self.summary, self._graphs = None, {}
         self.set_lengths(self.lengths)
 
@@ -159,26 +206,42 @@ class DecodeStep:
     def _run(self, selects=None):
         """One step on what q, k_new and v_new hold."""
         selects = self.selects if selects is None else selects
+        same = dict(lengths=self.lengths, scale=self.scale, workspace=self.workspace, backend=self.backend)
+        if selects and self.backend == "triton" and self.kind == "minmax8" and self.group in ("max", "sum") and self.q.shape[1] <= PART * self.k.shape[1]:
+            pages = self._append_and_select()
+            return sparse_decode(self.q, self.k, self.v, pages, page_size=self.page_size, **same)
         if self.backend == "torch":
             _append_torch(self.k_new, self.v_new, self.k, self.v, self.summary, self.exact, self.lengths)
         else:
-            self._append()
-        same = dict(scale=self.scale, workspace=self.workspace, backend=self.backend)
+            arguments, options = self._appending(self.lengths)
+            _append_kernel[(len(self.lengths),)](*arguments, **options, BLOCK_D=triton.next_power_of_2(self.k.shape[3]))
         if not selects:
-            k, v = self.k[:, :, : self.dense_up_to], self.v[:, :, : self.dense_up_to]
-            return dense_decode(self.q, k, v, lengths=self.lengths, **same)
+            return dense_decode(self.q, self.k[:, :, : self.dense_up_to], self.v[:, :, : self.dense_up_to], **same)
         scores = page_scores(self.q, self.summary, group=self.group, backend=self.backend)
         pages = select_pages(scores, self.budget, self.lengths, self.page_size, backend=self.backend)
-        return sparse_decode(self.q, self.k, self.v, pages, page_size=self.page_size, lengths=self.lengths, **same)
+        return sparse_decode(self.q, self.k, self.v, pages, page_size=self.page_size, **same)
 
-    def _append(self):
-        batch, kv_heads, tokens, dim = self.k.shape
+    def _appending(self, after):
+        """(arguments, options) of an append that writes the new lengths to ``after``."""
+        _, kv_heads, tokens, dim = self.k.shape
         fields = self.summary.fields if self.kind == "minmax8" else {}
-        _append_kernel[(batch,)](
-            self.k_new, self.v_new, self.k, self.v, *self.exact, *(fields.get(name) for name in ("kmin", "kmax", "scale", "channel")), self.lengths,
-            *self.k.stride()[:3], *self.v.stride()[:3], tokens, kv_heads, self.summary.kmin.shape[2], KIND=self.kind, PAGE=self.page_size, D=dim,
-            BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim), DEPENDENT=card(self.k.device).dependent_launch,
+        arguments = (
+            self.k_new, self.v_new, self.k, self.v, *self.exact, *(fields.get(name) for name in ("kmin", "kmax", "scale", "channel")),
+            self.lengths, after, *self.k.stride()[:3], *self.v.stride()[:3], tokens, kv_heads, self.summary.kmin.shape[2],
         )  # fmt: skip
+        options = dict(KIND=self.kind, PAGE=self.page_size, D=dim, BLOCK_H=triton.next_power_of_2(kv_heads))
+        return arguments, options | dict(DEPENDENT=card(self.k.device).dependent_launch)
+
+    def _append_and_select(self):
+        """Append and score in one launch, select in the next: nobody waits for the append."""
+        arguments, options = self._appending(self.after)
+        launch, batch = ScoreLaunch(self.q, self.summary, self.group), len(self.lengths)
+        blocks, rows, _ = launch.grid
+        _append_and_score_kernel[(blocks, batch + rows)](*arguments, *launch.arguments, batch, **options | launch.options)
+        pages = empty_list(launch.scores, self.budget)
+        # Whoever scored has read the old lengths, so from here on the new ones may take their place.
+        launch_select(launch.scores, self.budget, self.after, self.page_size, pages, copy_lengths=self.lengths)
+        return pages
 
     def capture(self):
         """Capture the step in CUDA graphs, which later calls replay; returns self. The cache and its lengths stay as they are."""

@@ -178,7 +178,7 @@ def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: t
 
 @triton.jit(do_not_specialize=["s_batch", "s_head"])
 def _select_kernel(
-    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, s_batch, s_head,
+    scores_ptr, lengths_ptr, row_budgets_ptr, pages_ptr, counts_ptr, copy_ptr, s_batch, s_head,
     kv_heads, pages, capacity, sink, local, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
@@ -188,7 +188,10 @@ def _select_kernel(
     batch = row // kv_heads
     page = tl.arange(0, BLOCK_N // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     score = tl.load(scores_ptr + batch * s_batch + (row % kv_heads) * s_head + page, mask=page < pages, other=float("-inf"))
-    held = tl.cdiv(valid_length(lengths_ptr, batch, pages * PAGE), PAGE)
+    length = valid_length(lengths_ptr, batch, pages * PAGE)
+    held = tl.cdiv(length, PAGE)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + batch, length, mask=row % kv_heads == 0)
     budget = capacity
     if row_budgets_ptr is not None:
         budget = tl.minimum(tl.maximum(tl.load(row_budgets_ptr + batch), sink + local), capacity)
@@ -202,6 +205,22 @@ def select_shape(pages, card):
     block, early = max(32, triton.next_power_of_2(pages)), card.dependent_launch
     warps = max(1, min(16, block // (32 * KEYS_PER_THREAD)))
     return dict(BLOCK_N=block, DEPENDENT=early, num_warps=warps, **(dict(launch_pdl=True) if early else {}))
+
+
+def launch_select(scores, budget, lengths, page_size, out, *, row_budgets=None, copy_lengths=None):
+    """Write the list of every row into out, a ``PageList``, and the lengths into copy_lengths [B] int32 too, if given."""
+    batch, kv_heads, pages = scores.shape
+    if batch * kv_heads:
+        _select_kernel[(batch * kv_heads,)](
+            scores, lengths, row_budgets, out.pages, out.counts, copy_lengths, *scores.stride()[:2],
+            kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages, card(scores.device)),
+        )  # fmt: skip
+
+
+def empty_list(scores, budget):
+    """A ``PageList`` to be filled."""
+    shape = *scores.shape[:2], budget.pages
+    return PageList(*(torch.empty(size, dtype=torch.int32, device=scores.device) for size in (shape, shape[:2])))
 
 
 def _select_torch(scores, budget, lengths, page_size, row_budgets):
@@ -268,16 +287,11 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     backend = resolve_backend(backend, scores)
     if backend == "triton" and pages > MAX_PAGES:
         raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
-    if out is None:
-        shape = batch, kv_heads, budget.pages
-        out = PageList(*(torch.empty(size, dtype=torch.int32, device=scores.device) for size in (shape, shape[:2])))
+    out = out or empty_list(scores, budget)
     if backend == "torch":
         best, counts = _select_torch(scores, budget, lengths, page_size, row_budgets)
         out.pages.copy_(best)
         out.counts.copy_(counts)
-    elif batch * kv_heads:
-        _select_kernel[(batch * kv_heads,)](
-            scores, lengths, None if row_budgets is None else row_budgets.contiguous(), out.pages, out.counts,
-            *scores.stride()[:2], kv_heads, pages, budget.pages, budget.sink, budget.local, PAGE=page_size, **select_shape(pages, card(scores.device)),
-        )  # fmt: skip
+    else:
+        launch_select(scores, budget, lengths, page_size, out, row_budgets=None if row_budgets is None else row_budgets.contiguous())
     return out

@@ -35,22 +35,18 @@ def _sparse_kernel(
     length = valid_length(lengths_ptr, batch, tokens)
     pages_ptr += (batch * kv_heads + head) * capacity
     count = tl.minimum(tl.load(counts_ptr + batch * kv_heads + head), capacity)
-    # Only the last page of an ascending list can be partly filled; counting it so, a list of all pages splits as dense does.
-    last_page = tl.load(pages_ptr + count - 1, mask=count > 0, other=0)
-    listed = tl.maximum(count - 1, 0) * PAGE + tl.minimum(tl.maximum(length - last_page * PAGE, 0), PAGE)
-    tiles = tl.cdiv(tl.where(count > 0, listed, 0), TILE)
-
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     # Page numbers come one tile ahead of their use: keys whose address waits for a load of the same turn are not loaded ahead.
+    # Nor does a page number wait for the count.
     entry = (split * TILE + tl.arange(0, TILE)) // PAGE
-    page = tl.load(pages_ptr + entry, mask=entry < count, other=-1)
-    for tile in range(split, tiles, splits):
+    page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
+    for tile in range(split, tl.cdiv(count * PAGE, TILE), splits):
         token = page * PAGE + (tile * TILE + tl.arange(0, TILE)) % PAGE
-        valid = (page >= 0) & (token < length)
+        valid = (entry < count) & (page >= 0) & (token < length)
         entry = ((tile + splits) * TILE + tl.arange(0, TILE)) // PAGE
-        page = tl.load(pages_ptr + entry, mask=entry < count, other=-1)
+        page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
         at = token.to(tl.int64)[:, None]
         keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
@@ -119,8 +115,8 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, worksp
     ``select_pages`` makes it, .pages [B, Hkv, K] int32 ascending page numbers with -1 for none, .counts [B, Hkv] int32, the
     leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128. Page p holds tokens p * page_size and on.
 
-    The query heads of a KV head share its list and so its bytes. When every page is listed the result equals
-    ``dense_decode`` with its default splits bit for bit (one tile order). An empty list gives out 0 and lse -inf.
+    The query heads of a KV head share its list and so its bytes. When every page is listed, in a list with room for the whole cache, the
+    result equals ``dense_decode`` with its default splits bit for bit (one tile order). An empty list gives out 0 and lse -inf.
     """
     check_attention(q, k, v)
     check_page_size(page_size)

@@ -19,7 +19,7 @@ def test_the_eager_step_does_what_a_decode_step_does(device):
     """Across a page's end, and with more pages than the budget, so that something is selected."""
     tokens, start = 40 * PAGE, 39 * PAGE - 3
     make = lambda: [randn(2, 2, tokens, 64, seed=seed, device=device) for seed in (1, 2)] + [int32([start, start - 200], device)]  # noqa: E731
-    eager, whole = launches.EagerStep(*make()), DecodeStep(*make(), BUDGET, heads=4, page_size=PAGE)
+    eager, whole = launches.EagerStep(*make()), DecodeStep(*make(), BUDGET, heads=4, page_size=PAGE, kind="minmax")
     for n in range(6):
         q, k_new, v_new = (randn(2, heads, 64, seed=10 * n + heads + which, device=device) for which, heads in enumerate((4, 2, 2)))
         torch.testing.assert_close(eager(q, k_new, v_new), whole(q, k_new, v_new), rtol=0, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``launches``, ``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``launches``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "splits": ("dense decode with 1, 2, 4, ... splits and with the library's choice", dense.run_splits, dense.splits_table, None),
     "sparse": ("the kernel that walks a page list, alone", step.run_sparse, step.table, None),
     "step": ("the whole step, selection included, against dense attention", step.run_step, step.table, None),
+    "changes": ("the step after each of the changes that made it fast", step.run_changes, step.changes_table, None),
     "launches": ("a step called from Python and replayed from a CUDA graph, and what the graph froze", launches.run_launches, launches.table, None),
     "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
     "pitfalls": (

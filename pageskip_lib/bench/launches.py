@@ -20,9 +20,10 @@ from ..sparse import sparse_decode
 from ..summaries import summarize_pages
 from .dense import DTYPES, HEADS, REPEATS, make_sets, views
 from .frozen import length_errors, replayed
-from .step import BUDGET, PAGE, SPARE
+from .step import BUDGET, PAGE
 from .timing import summary
 
+SPARE = 2048  # tokens of room behind the context: every call appends one
 PARTS = ("append", "score", "select", "attend")
 SETUPS = {
     "cuda": dict(heads=HEADS[0], shapes=[(batch, tokens) for batch in (1, 8, 32) for tokens in (8192, 65536)], timeline=(8, 65536), calls=200),

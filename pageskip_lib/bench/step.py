@@ -1,7 +1,12 @@
 """The skipping path: the sparse kernel alone, and the whole step with selection inside, against dense attention."""
 
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest import mock
+
 import torch
 
+from .. import bounds8, decode, merge, scores, selection, sparse
 from ..decode import DecodeStep
 from ..dense import decode_workspace, dense_decode
 from ..merge import Workspace
@@ -9,6 +14,7 @@ from ..runtime import card, default_device
 from ..scores import page_scores
 from ..selection import Budget, PageList, select_pages
 from ..sparse import sparse_decode
+from ..summaries import entry_bytes
 from .ceilings import READ, read_once
 from .dense import DTYPES, HEADS, REPEATS, make_sets, views
 from .peers import OURS, arms, flashinfer_over, versions
@@ -16,19 +22,30 @@ from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
 
 PAGE, BUDGET = 64, Budget(pages=32)
 SHAPES = {
-    "cuda": [(batch, tokens) for batch in (1, 8, 32) for tokens in (1024, 2048, 4096, 8192, 16384, 65536, 131072)],
+    "cuda": [(batch, tokens) for batch in (1, 8, 32) for tokens in (1024, 4096, 8192, 16384, 65536, 131072)],
     "cpu": [(1, 4096), (1, 16384), (1, 65536)],
 }
-SPARE = 2048  # tokens of room behind the context: every replay of the step appends one
-STEP, SPARSE = "pageskip step", "pageskip sparse"
+SPARE = 128  # of the context's tokens a measurement starts with so many fewer: every replay of the step appends one
+STEP, PLAIN, SPARSE = "pageskip step", "plain step", "pageskip sparse"
 
 
-def step_bytes(batch, tokens, heads, itemsize, budget=BUDGET, page_size=PAGE):
-    """What a step must read: the summaries of every page, and the listed pages of keys and values."""
+def step_bytes(batch, tokens, heads, itemsize, kind="minmax8", budget=BUDGET, page_size=PAGE):
+    """What a step that selects must read: the summaries of every page, and the listed pages of keys and values."""
     _, kv_heads, dim = heads
     pages = -(-tokens // page_size)
     listed = min(budget.pages, pages) * page_size
-    return batch * kv_heads * dim * itemsize * 2 * (pages + min(listed, tokens))
+    channels = 4 * dim if kind == "minmax8" else 0
+    return batch * kv_heads * (pages * entry_bytes(kind, dim, itemsize) + channels + 2 * dim * itemsize * min(listed, tokens))
+
+
+def make_step(q, kv, lengths, kind):
+    """A ``DecodeStep`` over one set of inputs, with a query and a token to append already in place."""
+    k, v = views(kv, tokens_first=False)
+    step = DecodeStep(k, v, lengths.clone(), BUDGET, heads=q.shape[1], page_size=PAGE, kind=kind)
+    step.q.copy_(q)
+    step.k_new.copy_(k[:, :, 0])
+    step.v_new.copy_(v[:, :, 0])
+    return step
 
 
 def random_pages(batch, kv_heads, tokens, device, seed):
@@ -52,33 +69,29 @@ def _ran(call, device):
 
 def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
     """Rows of one shape: the whole step, its parts alone, dense decode, SDPA, and a streaming read of the bytes that the step touches."""
-    query_heads, kv_heads, dim = heads
+    _, kv_heads, dim = heads
+    start = torch.full((batch,), max(1, tokens - SPARE), dtype=torch.int32, device=device)
     touched = step_bytes(batch, tokens, heads, dtype.itemsize)
-    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens + SPARE, dtype, device)
-    whole, steps, dense = [], [], []
-    full = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    for q, kv in sets:
-        k, v = views(kv, tokens_first=False)
-        step = DecodeStep(k, v, full.clone(), BUDGET, heads=query_heads, page_size=PAGE)
-        step.q.copy_(q)
-        step.k_new.copy_(k[:, :, 0])
-        step.v_new.copy_(v[:, :, 0])
-        steps.append(step)
-        dense.append((q, k[:, :, :tokens], v[:, :, :tokens]))
-        whole.append(torch.empty(touched // dtype.itemsize, dtype=dtype, device=device).normal_())
-    out, scores, lists = torch.zeros((), device=device), [], []
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens, dtype, device)
+    steps = [make_step(q, kv, start, "minmax8") for q, kv in sets]
+    plain = [make_step(q, kv, start, "minmax") for q, kv in sets]
+    dense = [(q, *views(kv, tokens_first=False)) for q, kv in sets]
+    if not steps[0].selects:
+        touched = 2 * batch * kv_heads * tokens * dim * dtype.itemsize
+    whole = [torch.empty(touched // dtype.itemsize, dtype=dtype, device=device).normal_() for _ in sets]
+    out, found, lists = torch.zeros((), device=device), [], []
     for step in steps:
-        scores.append(page_scores(step.q, step.summary))
-        lists.append(select_pages(scores[-1], BUDGET, step.lengths, PAGE))
-    calls = {READ: [lambda x=x: read_once(x, out) for x in whole], STEP: [step._run for step in steps]}
+        found.append(page_scores(step.q, step.summary))
+        lists.append(select_pages(found[-1], BUDGET, step.lengths, PAGE))
+    calls = {READ: [lambda x=x: read_once(x, out) for x in whole], STEP: [step._run for step in steps], PLAIN: [step._run for step in plain]}
     if steps[0].selects:
         calls["score"] = [lambda s=s: page_scores(s.q, s.summary) for s in steps]
-        calls["select"] = [lambda s=s, x=x: select_pages(x, BUDGET, s.lengths, PAGE) for s, x in zip(steps, scores)]
+        calls["select"] = [lambda s=s, x=x: select_pages(x, BUDGET, s.lengths, PAGE) for s, x in zip(steps, found)]
         calls["attend"] = [
             lambda s=s, p=p: sparse_decode(s.q, s.k, s.v, p, page_size=PAGE, lengths=s.lengths, workspace=s.workspace)
             for s, p in zip(steps, lists)
         ]
-        calls["torch.topk"] = [lambda x=x: x.topk(BUDGET.pages) for x in scores]  # for comparison: no forced pages, no order, no rule for ties
+        calls["torch.topk"] = [lambda x=x: x.topk(BUDGET.pages) for x in found]  # for comparison: no forced pages, no order, no rule for ties
     for arm in arms(device, dtype):
         if arm.name == OURS:
             spaces = [Workspace(step.q, step.workspace.splits) for step in steps]
@@ -87,8 +100,8 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
             calls[arm.name] = arm.calls(dense)
 
     def rewind():
-        for step in steps:
-            step.lengths.copy_(full)
+        for step in (*steps, *plain):
+            step.lengths.copy_(start)
 
     times = time_arms(calls, repeats=REPEATS, before=rewind, progress=progress)
     rewind()
@@ -97,10 +110,58 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
     return [
         _row(heads, dtype, batch, tokens) | dict(
             arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3), bytes_touched=touched,
-            speed_up=round(baseline.median / time.median, 3), sm_mhz=clock, kernels=_ran(calls[name][0], device),
+            selects=steps[0].selects, speed_up=round(baseline.median / time.median, 3), sm_mhz=clock, kernels=_ran(calls[name][0], device),
         )
         for name, time in times.items()
     ]  # fmt: skip
+
+
+@contextmanager
+def _launched_late():
+    """Every kernel waits for the end of the one before, on every card."""
+    late = lambda device: replace(card(device), dependent_launch=False)  # noqa: E731
+    with ExitStack() as stack:
+        for module in (bounds8, decode, merge, scores, selection, sparse):
+            stack.enter_context(mock.patch.object(module, "card", late))
+        yield
+
+
+@contextmanager
+def _selected_by_sort():
+    """Pages are selected by PyTorch's sort."""
+    with mock.patch.object(decode, "select_pages", lambda *given, **options: select_pages(*given, **options | dict(backend="torch"))):
+        yield
+
+
+def measure_changes(heads, batch, tokens, dtype, device, progress=lambda: None):
+    """Rows of one shape for the step as it grew: from the plain parts to what ``DecodeStep`` does, one change at a time."""
+    start = torch.full((batch,), max(1, tokens - SPARE), dtype=torch.int32, device=device)
+    touched = step_bytes(batch, tokens, heads, dtype.itemsize)
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, touched), heads, batch, tokens, dtype, device)
+    plain, coded = ([make_step(q, kv, start, kind) for q, kv in sets] for kind in ("minmax", "minmax8"))
+
+    def under(step, *conditions):
+        with ExitStack() as stack:
+            for condition in conditions:
+                stack.enter_context(condition())
+            step._run()
+
+    calls = {
+        "plain parts, a sort": [lambda s=s: under(s, _launched_late, _selected_by_sort) for s in plain],
+        "+ selection in one launch": [lambda s=s: under(s, _launched_late) for s in plain],
+        "+ bounds in 8 bits": [lambda s=s: under(s, _launched_late) for s in coded],
+        "+ early launches": [step._run for step in coded],
+    }
+
+    def rewind():
+        for step in (*plain, *coded):
+            step.lengths.copy_(start)
+
+    times = time_arms(calls, repeats=REPEATS, before=rewind, progress=progress)
+    return [
+        _row(heads, dtype, batch, tokens) | dict(arm=name, microseconds=round(time.median, 3), low=round(time.low, 3), high=round(time.high, 3))
+        for name, time in times.items()
+    ]
 
 
 def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
@@ -163,6 +224,17 @@ def run_step(*, heads=None, shapes=None, progress=lambda: None):
     """
     timed = "append, score, select and attend (score, select and torch.topk by themselves may find their inputs in L2)"
     return _run(measure_step, heads, shapes, progress, timed)
+
+
+def run_changes(*, heads=None, shapes=None, progress=lambda: None):
+    """Measure the step after each of the changes that made it fast. Returns (rows, settings); a row as ``measure_changes`` makes it."""
+    longest = [shape for shape in SHAPES[default_device()] if shape[1] == 65536]
+    return _run(measure_changes, heads or HEADS[:1], shapes or longest, progress, "append, score, select and attend")
+
+
+def changes_table(rows):
+    """One line a shape and version."""
+    return "\n".join(f"{row['batch']:>4} x {row['tokens']:<8,}{row['arm']:<28}{row['microseconds']:>8.1f} us" for row in rows)
 
 
 def table(rows):
