@@ -13,9 +13,9 @@ import torch
 
 from .runtime import card, tl, triton
 
-TOP = tl.constexpr(127)
 PER_PEAK = tl.constexpr(1 / 126.9)  # scale = peak / 126.9: rounding outward must not pass 127
 MARGIN = tl.constexpr(2.0**-10)  # of a step: more than what dividing in fp32 can lose
+SMALLEST = tl.constexpr(2.0**-110)  # scale: below it fp32 runs out of digits
 DIGITS = tl.constexpr(2**14 - 1)  # the largest query: 127 * 128 + 127
 PART = 32  # query heads that one program takes at most
 PROGRAMS_PER_SM = 4
@@ -32,7 +32,8 @@ def channel_sizes(kmin, kmax):
 def encode(kmin, kmax, channel):
     """(kmin, kmax as int8 [B, Hkv, S, D], scale fp32 [B, Hkv, S]) from finite bounds [B, Hkv, S, D] and channel [B, Hkv, D]."""
     low, high = (bound.float() / channel[:, :, None] for bound in (kmin, kmax))
-    scale = torch.maximum(low.abs(), high.abs()).amax(-1) * PER_PEAK.value
+    peak = torch.maximum(low.abs(), high.abs()).amax(-1)
+    scale = torch.where(peak > 0, (peak * PER_PEAK.value).clamp(min=SMALLEST.value), 0.0)
     step = torch.where(scale > 0, scale, 1.0)[..., None]
     codes = torch.floor(low / step - MARGIN.value), torch.ceil(high / step + MARGIN.value)
     return *(torch.where(scale[..., None] > 0, code, 0.0).to(torch.int8) for code in codes), scale
@@ -40,7 +41,8 @@ def encode(kmin, kmax, channel):
 
 def quantized(kmin, kmax):
     """The fields of kind ``minmax8`` from those of ``minmax``."""
-    channel = channel_sizes(kmin, kmax) if kmin.shape[2] else torch.ones_like(kmin[:, :, 0], dtype=torch.float32)
+    batch, kv_heads, entries, dim = kmin.shape
+    channel = channel_sizes(kmin, kmax) if entries else torch.ones(batch, kv_heads, dim, device=kmin.device)
     low, high, scale = encode(kmin, kmax, channel)
     return dict(kmin=low, kmax=high, scale=scale, channel=channel)
 
@@ -49,7 +51,8 @@ def quantized(kmin, kmax):
 def encode_tile(kmin, kmax, channel):
     """``encode`` inside a kernel, step by step the same: bounds and channel [*, D] -> int8 codes [*, D] and fp32 scale [*]."""
     low, high = tl.div_rn(kmin.to(tl.float32), channel), tl.div_rn(kmax.to(tl.float32), channel)
-    scale = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1) * PER_PEAK
+    peak = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
+    scale = tl.where(peak > 0, tl.maximum(peak * PER_PEAK, SMALLEST), 0.0)
     some = (scale > 0)[:, None]
     step = tl.where(some, scale[:, None], 1.0)
     low, high = tl.floor(tl.div_rn(low, step) - MARGIN), tl.ceil(tl.div_rn(high, step) + MARGIN)

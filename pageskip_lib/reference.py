@@ -93,16 +93,28 @@ def score_error(q, summary):
     A sum of D products in fp32, in any order, is off by at most (D + 1) * 2^-24 of the sum of their magnitudes, to first order; adding the
     second product, or the norm times the radius (about D / 2 roundings), keeps within that. Hardware may cut instead of round, which doubles
     it: D * 2^-23. What falls below the smallest normal fp32 number, 2^-126, may be flushed to 0, once for each product.
+
+    The kernel of minmax8 rounds the query to 2^14 - 1 units of its largest component, and adds what that can lose: half a unit times a code
+    of 127 for each dim. So its score is up to 128 units of the entry's scale above, for each dim, and what is flushed was up to 2^26 times.
     """
     magnitude = _terms(q, summary)[1]
-    return _per_page(q.shape[-1] * (2**-23 * magnitude + 2**-126), summary)
+    error = 2**-23 * magnitude + 2**-126
+    if summary.kind == "minmax8":
+        group = q.shape[1] // summary.kmin.shape[1]
+        channel, scale = (x.cpu().double().repeat_interleave(group, dim=1) for x in (summary.channel, summary.scale))
+        error = error + 128 / (2**14 - 1) * (q.cpu().double() * channel).abs().amax(-1)[..., None] * scale + 2**-100
+    return _per_page(q.shape[-1] * error, summary)
 
 
 def _terms(q, summary):
     """(score, sum of the magnitudes that it adds up) of every entry, fp64 [B, Hq, S]."""
-    if summary.kind == "minmax":
-        largest = torch.maximum(summary.kmin.abs(), summary.kmax.abs())
-        return page_bound(q, summary.kmin, summary.kmax), page_bound(q.abs(), -largest, largest)
+    if summary.kind in ("minmax", "minmax8"):
+        kmin, kmax = summary.kmin.double(), summary.kmax.double()
+        if summary.kind == "minmax8":
+            unit = summary.scale.double()[..., None] * summary.channel.double()[:, :, None]
+            kmin, kmax = kmin * unit, kmax * unit
+        largest = torch.maximum(kmin.abs(), kmax.abs())
+        return page_bound(q, kmin, kmax), page_bound(q.abs(), -largest, largest)
     group = q.shape[1] // summary.mean.shape[1]
     fields = {name: field.cpu().double().repeat_interleave(group, dim=1) for name, field in summary.fields.items()}
     q = q.cpu().double()[:, :, None]

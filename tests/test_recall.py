@@ -264,7 +264,7 @@ def test_the_grid_holds_what_is_compared():
     settings = grid()
     assert len(settings) == len(set(settings)) == len({setting.label for setting in settings})
     assert {setting.group for setting in settings if setting.kind == "minmax"} == {"max", "sum", "softmax_sum", "none", "union"}
-    assert {setting.kind for setting in settings} == {None, "minmax", "mean_radius", "mean_std", "mean"}
+    assert {setting.kind for setting in settings} == {None, "minmax", "minmax8", "mean_radius", "mean_std", "mean"}
     assert {setting.bound_size for setting in settings if setting.page_size == 64} == {None, 64, 32, 16}
 
 

@@ -155,7 +155,9 @@ def test_the_host_never_reads_a_tensor(monkeypatch):
     kernels = {module: mock.MagicMock() for module in ("summaries", "scores", "selection", "sparse")}
     for (name, kernel), attribute in zip(kernels.items(), ("_minmax_kernel", "_score_kernel", "_select_kernel", "_sparse_kernel")):
         monkeypatch.setattr(import_module(f"pageskip_lib.{name}"), attribute, kernel)
-    monkeypatch.setattr(sparse, "card", lambda device: card)
+    for name in (*kernels, "bounds8"):
+        if name != "summaries":
+            monkeypatch.setattr(import_module(f"pageskip_lib.{name}"), "card", lambda device: card)
     monkeypatch.setattr(sparse, "splits_for", lambda *shape: 1)
     with FakeTensorMode():
         q, k = (torch.empty(shape, dtype=torch.float16, device="cuda") for shape in ((2, 8, 128), (2, 2, 4096, 128)))

@@ -20,13 +20,15 @@ FEW = settings(
 )
 
 
-KINDS, BOUNDS = summaries.KINDS, ("minmax", "mean_radius")
+KINDS, BOUNDS = summaries.KINDS, ("minmax", "minmax8", "mean_radius")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def assert_is_summary(summary, k, lengths=None):
     """kmin and kmax hold the reference's values exactly; mean and std up to rounding; no key lies outside the radius."""
     size = summary.bound_size
+    if summary.kind == "minmax8":
+        return assert_is_coded(summary, reference.minmax_summary(k, size, lengths))
     assert all(field.dtype == (torch.float32 if name == "radius" else k.dtype) for name, field in summary.fields.items())
     found = {name: field.cpu().double() for name, field in summary.fields.items()}
     if summary.kind == "minmax":
@@ -42,6 +44,18 @@ def assert_is_summary(summary, k, lengths=None):
     if summary.kind == "mean_radius":
         true = reference.farthest(k, summary.mean, size, lengths)
         assert (found["radius"] >= true).all() and (found["radius"] <= true * (1 + 2**-21) + 2**-126).all()
+
+
+def assert_is_coded(summary, exact):
+    """The codes' box holds the exact one and is wider by little more than a step on each side; entries without tokens hold zeros."""
+    assert summary.kmin.dtype == summary.kmax.dtype == torch.int8 and summary.scale.dtype == summary.channel.dtype == torch.float32
+    step = summary.scale.cpu().double()[..., None] * summary.channel.cpu().double()[:, :, None]
+    for code, true, outward in zip((summary.kmin, summary.kmax), exact, (-1, 1)):
+        assert code.numel() == 0 or code.abs().max() <= 127
+        wider = outward * (code.cpu().double() * step - true.nan_to_num(0.0, 0.0, 0.0))
+        assert (wider >= 0).all() and (wider <= 1.01 * step).all()
+    exponent = torch.frexp(summary.channel)
+    assert (exponent.mantissa == 0.5).all() and (summary.channel <= 1).all()  # powers of two
 
 
 def assert_scores(q, k, page_size, backend, *, kind="minmax", bound_size=None, lengths=None):
@@ -98,7 +112,7 @@ def test_keys_past_the_length_never_enter(backend, dtype, garbage, kind, device)
     k[:, :, 33:] = garbage
     summary = summarize_pages(k, 16, lengths=int32([33], device), kind=kind, backend=backend)
     assert_is_summary(summary, k, [33])
-    assert all((field[:, :, 3:] == 0).all() for field in summary.fields.values())
+    assert all((field[:, :, 3:] == 0).all() for name, field in summary.fields.items() if name != "channel")
 
 
 @each_kind
@@ -157,7 +171,7 @@ def test_no_pages(backend, batch, tokens, device, monkeypatch):
     q = torch.zeros(batch, 4, 64, device=device)
     for kind, group in itertools.product(KINDS, scores.GROUPS):
         summary = summarize_pages(torch.zeros(batch, 2, tokens, 64, device=device), 16, kind=kind, bound_size=8, backend=backend)
-        assert all(field.shape[:3] == (batch, 2, -(-tokens // 8)) for field in summary.fields.values())
+        assert all(field.shape[:3] == (batch, 2, -(-tokens // 8)) for name, field in summary.fields.items() if name != "channel")
         heads = 4 if group == "none" else 2
         assert page_scores(q, summary, group=group, backend=backend).shape == (batch, heads, -(-tokens // 16))
 
@@ -168,7 +182,9 @@ def test_bytes_of_a_scoring_pass():
     size = {(kind, bound): summarize_pages(k, 64, kind=kind, bound_size=bound).bytes for kind in KINDS for bound in (16, 64)}
     assert size["minmax", 64] == size["mean_std", 64] == 2 * 2 * 2 * 4 * 128 * 2 == k.nbytes // 32
     assert size["mean", 64] == k.nbytes // 64 and size["mean_radius", 64] == k.nbytes // 64 + 2 * 2 * 4 * 4  # an fp32 radius each
-    assert all(size[kind, 16] == 4 * size[kind, 64] for kind in KINDS)
+    channels = dict.fromkeys(KINDS, 0) | dict(minmax8=2 * 2 * 128 * 4)
+    assert size["minmax8", 64] == size["minmax", 64] // 2 + 2 * 2 * 4 * 4 + channels["minmax8"]  # half of it, a scale each, and the channels
+    assert all(size[kind, 16] - channels[kind] == 4 * (size[kind, 64] - channels[kind]) for kind in KINDS)
 
 
 def test_summary_does_not_alias_the_cache(device):
@@ -192,13 +208,18 @@ def test_the_references_by_hand():
     fields = dict(kmin=kmin, kmax=kmax, mean=mean, std=std, radius=radius)
     expected = dict(minmax=[11.0, -4.0], mean_radius=[2 + 85**0.5, -4.0], mean_std=[2 + 3 * 9, -4.0], mean=[2.0, -4.0])
     magnitudes = dict(minmax=[11.0, 4.0], mean_radius=[2 + 85**0.5, 4.0], mean_std=[2 + 3 * 9, 4.0], mean=[2.0, 4.0])
-    for kind in KINDS:  # 16 tokens an entry here; only the lengths of the pages depend on it
+    for kind in expected:  # 16 tokens an entry here; only the lengths of the pages depend on it
         held = {name: fields[name] for name in summaries.FIELDS[kind]}
         summary = summaries.PageSummary(kind, 16, int32([17]), **held)
         assert reference.page_score(q, summary).tolist() == [[pytest.approx(expected[kind])]]
         assert reference.score_error(q, summary).tolist() == [[pytest.approx([2 * 2**-23 * x for x in magnitudes[kind]])]]
         best_entry = summaries.PageSummary(kind, 16, int32([9]), **held, bound_size=8)
         assert reference.page_score(q, best_entry).tolist() == [[[pytest.approx(expected[kind][0])]]]
+    halves = dict(kmin=(2 * kmin).to(torch.int8), kmax=(2 * kmax).to(torch.int8), scale=torch.tensor([[[1.0, 0.5]]]), channel=torch.tensor([[[0.5, 0.5]]]))
+    coded = summaries.PageSummary("minmax8", 16, int32([17]), **halves)  # whose second entry stands for half of what its codes say
+    assert reference.page_score(q, coded).tolist() == [[[11.0, -2.0]]]
+    lost = [2 * (2**-23 * total + 128 / (2**14 - 1) * scale) for total, scale in ((11, 1), (2, 0.5))]  # the query's largest part is 2 * 0.5
+    assert reference.score_error(q, coded).tolist() == [[pytest.approx(lost)]]
 
 
 # --- the bound ---------------------------------------------------------------------------------------------------------
@@ -313,11 +334,12 @@ def test_largest_fp16_keys_stay_finite(backend, kind, device):
     """Case C9: kmin + kmax, the sum of a page and the products overflow fp16, the fp32 score does not."""
     k = torch.full((1, 1, 16, 64), 60000.0, dtype=torch.float16, device=device)
     q = torch.full((1, 1, 64), 60000.0, dtype=torch.float16, device=device)
-    assert assert_scores(q, k, 16, backend, kind=kind).item() == pytest.approx(0, abs=64**2 * 60000**2 * 2**-23)
+    coarse = 0.02 if kind == "minmax8" else 64 * 2**-23  # a step of 1/127 outward, and what its kernel adds for the query
+    assert assert_scores(q, k, 16, backend, kind=kind).item() == pytest.approx(0, abs=64 * 60000**2 * coarse)
     k[:, :, ::2] *= -1
-    expected = dict(minmax=1, mean_radius=1, mean_std=3, mean=0)[kind] * 64 * 60000**2
+    expected = dict(minmax=1, minmax8=1, mean_radius=1, mean_std=3, mean=0)[kind] * 64 * 60000**2
     score = page_scores(q, summarize_pages(k, 16, kind=kind, backend=backend), backend=backend)
-    assert score.item() == pytest.approx(expected, rel=64 * 2**-23)
+    assert score.item() == pytest.approx(expected, rel=coarse)
 
 
 @each_kind
@@ -326,7 +348,10 @@ def test_wide_heads_near_30_are_summed_in_fp32(backend, dtype, kind, device):
     """Case C12: 256 products of 900 pass fp16's 65504."""
     q, k = (torch.full(shape, 30.0, dtype=dtype, device=device) for shape in ((1, 1, 256), (1, 1, 16, 256)))
     score = page_scores(q, summarize_pages(k, 16, kind=kind, backend=backend), backend=backend)
-    assert score.item() == 256 * 900  # every partial sum is a whole number below 2^24, so nothing is rounded
+    if kind == "minmax8":
+        assert 256 * 900 <= score.item() <= 1.02 * 256 * 900
+    else:
+        assert score.item() == 256 * 900  # every partial sum is a whole number below 2^24, so nothing is rounded
 
 
 @each_backend_and_dtype
@@ -405,8 +430,9 @@ def test_summaries_of_untouched_pages_are_not_read(backend, filler, bound_size, 
     q, k = randn(1, 2, 64, device=device), randn(1, 1, 80, 64, seed=1, device=device)
     summary = summarize_pages(k, 16, lengths=int32([24], device), kind=kind, bound_size=bound_size, backend=backend)
     expected = page_scores(q, summary, backend=backend)
-    for field in summary.fields.values():
-        field[:, :, -(-24 // bound_size) :] = filler
+    for name, field in summary.fields.items():
+        if name != "channel":
+            field[:, :, -(-24 // bound_size) :] = filler if field.is_floating_point() else -77
     found = page_scores(q, summary, backend=backend)
     assert same_bits(found, expected)
 
@@ -449,9 +475,10 @@ def test_strided_query_and_summary(backend, kind, device):
     larger[:, 3:7, 8:72] = q
     view = summarize_pages(k, 16, kind=kind, backend=backend)
     for room, (name, field) in enumerate(summary.fields.items(), start=1):
-        wider = field.new_full((2, 2 + room, 5 + room, *field.shape[3:]), NAN)
-        wider[:, :2, :5] = field
-        setattr(view, name, wider[:, :2, :5])
+        used = (slice(2), slice(2), slice(64 if name == "channel" else 5))
+        wider = field.new_full((2, 2 + room, used[2].stop + room, *field.shape[3:]), NAN if field.is_floating_point() else -77)
+        wider[used] = field
+        setattr(view, name, wider[used])
     error = float(reference.score_error(q, summary).max())
     for query in (larger[:, 3:7, 8:72], q.transpose(0, 1).contiguous().transpose(0, 1)):
         found = page_scores(query, view, backend=backend)

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from ..bounds8 import encode
 from ..checks import check_bound_size, check_page_size, page_count
 from ..scores import GROUPS, page_scores
 from ..selection import Budget
@@ -16,7 +17,7 @@ from ..summaries import PageSummary, check_kind, entry_bytes, summarize_pages
 
 POLICIES = ("oracle", "pageskip", "window", "random")
 AGGREGATORS = (*GROUPS, "union")
-KIND_NAMES = {"minmax": "bound", "mean_radius": "mean + radius", "mean_std": "mean + 3 std", "mean": "mean"}
+KIND_NAMES = {"minmax": "bound", "minmax8": "bound in 8 bits", "mean_radius": "mean + radius", "mean_std": "mean + 3 std", "mean": "mean"}
 GROUP_NAMES = {"none": "own lists", "union": "union of lists"}
 
 
@@ -127,7 +128,10 @@ class Layer:
             fields = {name: entries.repeat(len(self.q), *[1] * (entries.dim() - 1)) for name, entries in whole.items()}
             for n, length in enumerate(self.lengths.tolist()):  # steps differ only in the entry that was being filled
                 entry = (length - 1) // bound_size
-                part = summarize_pages(self.keys[None, :, entry * bound_size : length], page_size, **options).fields
+                filled = self.keys[None, :, entry * bound_size : length]
+                part = summarize_pages(filled, page_size, **options | dict(kind="minmax" if kind == "minmax8" else kind)).fields
+                if kind == "minmax8":  # in the whole's channels
+                    part = dict(zip(("kmin", "kmax", "scale"), encode(*part.values(), whole["channel"])))
                 for name, entries in part.items():
                     fields[name][n, :, entry] = entries[0, :, 0]
             self._summaries[kind, bound_size] = PageSummary(kind, page_size, self.lengths, **fields, bound_size=bound_size)
