@@ -13,7 +13,7 @@ from ..models import EMBEDDED, ModelUnavailable
 from .capture import SHIPPED, Captured, capture
 from .needle import HAYSTACKS, haystack, run_needle, table, turned
 from .policies import DENSE_LAYERS
-from . import sweep
+from . import grid, sweep
 
 
 def parser():
@@ -30,6 +30,11 @@ def parser():
     needle.add_argument("--haystack", choices=HAYSTACKS, default="transcripts", help="the text around the code")
     needle.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
     needle.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
+    needle.add_argument("--grid", action="store_true", help="a whole grid of contexts, depths, texts and wordings; goes on where it was stopped")
+    needle.add_argument("--contexts", type=int, nargs="+", default=grid.CONTEXTS, help="of the grid")
+    needle.add_argument("--depths", type=float, nargs="+", default=grid.DEPTHS, help="of the grid")
+    needle.add_argument("--codes", type=int, default=grid.CODES, help="of each cell of the grid")
+    needle.add_argument("--record", metavar="NAME", help="with --grid: write data/recorded/grid_NAME.json")
     capture = commands.add_parser("capture", help="store real queries, keys and values of a decoding model", **defaults)
     capture.add_argument("file", metavar="FILE", help="the safetensors file to write")
     capture.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
@@ -48,11 +53,28 @@ def parser():
     return top
 
 
+def grid_command(options, model, tokenizer):
+    todo = grid.cells(contexts=options.contexts, depths=options.depths, codes=options.codes)
+    rows, settings = grid.run_grid(model, tokenizer, todo, scratch=grid.scratch_path(model, todo, grid.SETTINGS, grid.SHARES))
+    record = records.stamped(rows, settings)
+    if options.json == "-":
+        print(json.dumps(record, indent=1))
+    else:
+        print(grid.table(rows))
+        print(f"{runtime.machine()}; {settings['dtype']}; {settings['method']}")
+        if options.json:
+            Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.record:
+        print(f"written to data/recorded/{records.save(record, 'grid', options.record).name}", file=sys.stderr)
+
+
 def needle_command(options):
     import torch
 
     started = time.perf_counter()
     model, tokenizer = load_model(dtype=getattr(torch, options.dtype) if options.dtype else None)
+    if options.grid:
+        return grid_command(options, model, tokenizer)
     rows, settings = run_needle(
         model, tokenizer, context=options.context, depth=options.depth, budget=options.budget, page_size=options.page_size,
         code=options.code, seed=options.seed, hay=options.haystack,

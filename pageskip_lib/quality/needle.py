@@ -52,10 +52,11 @@ def turned(text, seed):
     return "\n\n".join(paragraphs[turn:] + paragraphs[:turn])
 
 
-def plant(tokenizer, text, *, context, depth, code, seed=0):
+def plant(tokenizer, text, *, context, depth, code, seed=0, statement=STATEMENT, question=QUESTION):
     """A ``Prompt`` of ``context`` tokens with the code ``depth`` (0 to 1) of the way into the body.
 
-    text: the haystack; seed rotates it by paragraphs, so that different seeds give different surroundings.
+    text: the haystack; seed rotates it by paragraphs, so that different seeds give different surroundings. statement: what stands before
+    the code and after it.
     Raises ValueError when the haystack is too short or the depth is out of range.
     """
     if not 0.0 <= depth <= 1.0:
@@ -65,8 +66,8 @@ def plant(tokenizer, text, *, context, depth, code, seed=0):
     if code in text:
         raise ValueError(f"The haystack itself contains {code}; choose another code.")
     encode = lambda piece: tokenizer(piece, add_special_tokens=False).input_ids  # noqa: E731
-    before, digits, after = encode(STATEMENT[0]), encode(f" {code}"), encode(STATEMENT[1])
-    question = encode(QUESTION)
+    before, digits, after = encode(statement[0]), encode(f" {code}"), encode(statement[1])
+    question = encode(question)
     room = context - len(before) - len(digits) - len(after) - len(question)
     if room < 0:
         raise ValueError(f"context must hold at least the needle and the question, {context - room} tokens; got {context}.")
@@ -96,13 +97,13 @@ def make_policies(budget, page_size, seed):
 
 
 def bytes_read(call, policy, kv_heads, dim, element_size):
-    """KV bytes of one recorded decode call (one layer, one token of one sequence), page summaries included."""
+    """KV bytes of one recorded decode call (one layer, one token) for each sequence, page summaries included."""
     _, tokens, pages = call
     if pages is None:
         return 2 * kv_heads * tokens * dim * element_size
     listed = pages.pages[pages.pages >= 0]
     held = (tokens - listed * policy.page_size).clamp(max=policy.page_size)
-    read = 2 * int(held.sum()) * dim * element_size
+    read = 2 * int(held.sum()) * dim * element_size // pages.pages.shape[0]
     if policy.reads_summaries:
         read += kv_heads * page_count(tokens, policy.bound_size) * entry_bytes(policy.kind, dim, element_size)
     return read

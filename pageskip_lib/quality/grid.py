@@ -1,0 +1,187 @@
+"""The needle in every cell of a grid: haystack, wording, context and depth, each with several codes; every policy at every budget.
+
+A cell's codes are the rows of one batch: prompts that differ in nothing but their digits, so one prefill and one question answer for all.
+Budgets are shares of the cache's bytes, summaries included, so settings with equal budgets read alike. Every cell is also asked with
+everything read, the control; where the control fails, the text and the model are to blame, and the cell is marked, not dropped.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from ..checks import page_count
+from ..live_model import LiveCache, prefill, step, use_pageskip
+from ..models import check_fits
+from ..selection import LOCAL_TOKENS, Budget
+from . import needle
+from .needle import ANSWER_TOKENS, HAYSTACKS, QUESTION, STATEMENT, bytes_read, haystack, is_right, plant
+from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+from .recall import Setting
+from .sweep import SCRATCH, Cells
+
+WORDINGS = {
+    "verbatim": (STATEMENT, QUESTION),
+    "reworded": (("\n\nWhoever wants to open the vault has to enter", " at its door.\n\n"), "\n\nThe code of the vault is"),
+}
+SETTINGS = (
+    Setting("window", 16), Setting("random", 16), Setting("pageskip", 16, "minmax", 16, "max"), Setting("pageskip", 16, "minmax8", 16, "max"),
+    Setting("pageskip", 16, "minmax8", 16, "sum"), Setting("pageskip", 16, "mean_radius", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max"),
+    Setting("pageskip", 64, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 16, "sum"), Setting("pageskip", 64, "minmax8", 8, "max"),
+    Setting("pageskip", 64, "mean_std", 64, "max"),
+)  # fmt: skip
+SHARES = (1 / 16, 1 / 8, 1 / 4)
+CONTEXTS, DEPTHS, CODES = (2048, 4096, 7168), (0.0, 0.25, 0.5, 0.75, 1.0), 10
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place for the needle. context: tokens of the prompt; depth: 0 (start) to 1 (end); codes: how many are planted, one in each row."""
+
+    hay: str
+    wording: str
+    context: int
+    depth: float
+    codes: int = CODES
+
+
+def cells(contexts=CONTEXTS, depths=DEPTHS, hays=HAYSTACKS, wordings=tuple(WORDINGS), codes=CODES):
+    """Every ``Cell`` of a grid, the shortest contexts first."""
+    return [Cell(hay, wording, context, depth, codes) for context in contexts for hay in hays for wording in wordings for depth in depths]
+
+
+def codes_for(cell):
+    """The cell's codes: different numbers of four digits that its haystack does not contain, the same on every machine."""
+    seed = int.from_bytes(hashlib.sha256(repr(cell).encode()).digest()[:4], "big")
+    drawn = (torch.randperm(9000, generator=torch.Generator().manual_seed(seed)) + 1000).tolist()
+    text = haystack(cell.hay)
+    return [str(code) for code in drawn if str(code) not in text][: cell.codes]
+
+
+def policy_for(setting, share, context, dim, element_size):
+    """The policy of a ``Setting`` that reads at most ``share`` of a cache of ``context`` tokens, or None where its forced pages do not fit."""
+    pages, local = setting.pages_within(share, context, dim, element_size), page_count(LOCAL_TOKENS, setting.page_size) + 1
+    if pages < 1 + local:
+        return None
+    budget = Budget(pages, sink=1, local=local)
+    if setting.policy == "pageskip":
+        return PageskipPolicy(budget, setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
+    return {"window": WindowPolicy, "random": RandomPolicy}[setting.policy](budget, setting.page_size)
+
+
+def needle_share(calls, prompts, page_size):
+    """Of the recorded calls that chose pages: the share of (sequence, KV head) whose list holds every page of the sequence's code; 1 without any."""
+    wanted = [sorted({token // page_size for token in prompt.code_tokens}) for prompt in prompts]
+    found = []
+    for _, _, pages in calls:
+        if pages is not None:
+            listed = pages.pages.cpu()
+            for row, code_pages in enumerate(wanted):
+                found.append(torch.stack([(listed[row] == page).any(-1) for page in code_pages]).all(0).double().mean())
+    return torch.stack(found).mean().item() if found else 1.0
+
+
+@torch.inference_mode()
+def ask_all(model, tokenizer, prompts, policy, cache):
+    """Put each row's question to a cache that holds the rows' bodies, token by token under the policy, and decode greedily.
+
+    Returns (answers, bytes per token of a sequence, ``needle_share``). The cache is rolled back to the bodies first.
+    """
+    cache.truncate(len(prompts[0].body))
+    calls, answers, tokens = [], [], len(prompts[0].question) + ANSWER_TOKENS - 1
+    question = torch.tensor([prompt.question for prompt in prompts], device=model.device)
+    with use_pageskip(model, policy, record=calls):
+        for position in range(tokens):
+            token = question[:, position] if position < question.shape[1] else answers[-1]
+            chosen = step(model, token[:, None], cache).argmax(-1)
+            if position >= question.shape[1] - 1:
+                answers.append(chosen)
+    config = model.config
+    read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
+    texts = [tokenizer.decode(row) for row in torch.stack(answers, dim=1).tolist()]
+    return texts, round(read / tokens), needle_share(calls, prompts, policy.page_size)
+
+
+def run_cell(model, tokenizer, cell, settings, shares):
+    """Rows of one cell: the control, then every setting at every budget that holds its forced pages."""
+    statement, question = WORDINGS[cell.wording]
+    codes = codes_for(cell)
+    prompts = [
+        plant(tokenizer, haystack(cell.hay), context=cell.context, depth=cell.depth, code=code, statement=statement, question=question)
+        for code in codes
+    ]
+    cache = LiveCache(model.config)
+    prefill(model, torch.tensor([prompt.body for prompt in prompts], device=model.device), cache)
+    base = dict(hay=cell.hay, wording=cell.wording, context=cell.context, depth=cell.depth, asked=len(codes))
+
+    def row(chosen, **setting):
+        answers, read, share = ask_all(model, tokenizer, prompts, chosen, cache)
+        right = sum(is_right(answer, code) for answer, code in zip(answers, codes))
+        return base | setting | dict(right=right, bytes_per_token=read, needle_page_share=round(share, 4), answers=answers)
+
+    found = [row(FullPolicy(), policy="full", label="everything", budget=1.0)]
+    for setting in settings:
+        for share in shares:
+            policy = policy_for(setting, share, cell.context, model.config.head_dim, model.dtype.itemsize)
+            if policy is not None:
+                about = dict(page_size=setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
+                found.append(row(policy, policy=setting.policy, label=setting.label, budget=share, **about))
+    control = found[0]["right"]
+    return [one | dict(codes=codes, control_right=control) for one in found]
+
+
+def scratch_path(model, todo, settings, shares):
+    """Where the finished cells of such a grid are kept: the name changes with the model, the grid, PyTorch and the code of the test."""
+    digest = hashlib.sha256(repr((model.config._name_or_path, model.dtype, str(model.device.type), torch.__version__, todo, settings, shares)).encode())
+    for file in (__file__, needle.__file__):
+        digest.update(Path(file).read_bytes())
+    return SCRATCH / f"needle_{digest.hexdigest()[:16]}.jsonl"
+
+
+def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, *, scratch=None, progress=True):
+    """Ask every cell. Returns (rows, settings). A stopped run that is given the same ``scratch`` file goes on after its last finished cell.
+
+    A row: hay, wording, context, depth, policy, label, budget (share of the cache's bytes; 1 for the control), page_size, kind, bound_size,
+    group, asked (codes), right, control_right, bytes_per_token (of a sequence), needle_page_share, answers and codes.
+    Raises ValueError when a context does not fit the model or a haystack.
+    """
+    todo = cells() if todo is None else todo
+    check_fits(model, max(cell.context for cell in todo) + ANSWER_TOKENS)
+    done, rows = Cells(scratch), []
+    for cell in tqdm(todo, desc="cells", disable=not progress):
+        rows += done.get(repr(cell), lambda cell=cell: run_cell(model, tokenizer, cell, settings, shares))
+    done.remove()
+    return rows, dict(
+        model=model.config._name_or_path, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type, cells=len(todo),
+        method="body prefilled exactly, question and answer token by token under the policy; budgets are shares of the cache's bytes, "
+        "page summaries included; right: the first number of the answer is the code",
+    )  # fmt: skip
+
+
+def summarized(rows):
+    """For each label and budget, over the cells whose control finds every code: {(label, budget): (right, asked, cells, mean bytes, mean share)}."""
+    groups = {}
+    for row in rows:
+        if row["control_right"] == row["asked"]:
+            groups.setdefault((row["label"], row["budget"]), []).append(row)
+    return {
+        key: (
+            sum(row["right"] for row in group), sum(row["asked"] for row in group), len(group),
+            math.fsum(row["bytes_per_token"] for row in group) / len(group), math.fsum(row["needle_page_share"] for row in group) / len(group),
+        )
+        for key, group in groups.items()
+    }  # fmt: skip
+
+
+def table(rows):
+    """One line a setting and budget, over the cells whose control is right; then what the control missed."""
+    lines = [f"{'':<40}{'budget':>8}{'codes found':>16}{'MB read/token':>15}{'needle page held':>18}"]
+    for (label, budget), (right, asked, _, read, share) in summarized(rows).items():
+        lines.append(f"{label:<40}{budget:>8.1%}{f'{right} of {asked}':>16}{read / 1e6:>15.2f}{share:>18.1%}")
+    controls = [row for row in rows if row["policy"] == "full"]
+    failed = [row for row in controls if row["control_right"] < row["asked"]]
+    lines.append(f"{len(controls)} cells; in {len(failed)} of them the control missed a code, and they are left out above")
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""The needle's grid: what its cells hold, that a batch of codes answers as each would alone, and that a stopped run goes on."""
+
+import json
+
+import pytest
+import torch
+
+from pageskip_lib import PageList
+from pageskip_lib.bench import records
+from pageskip_lib.live_model import LiveCache, prefill
+from pageskip_lib.quality import grid, needle
+from pageskip_lib.quality.__main__ import main
+from pageskip_lib.quality.policies import FullPolicy
+from pageskip_lib.quality.recall import Setting
+
+CELL = grid.Cell("transcripts", "verbatim", 400, 0.4, codes=2)
+FEW = dict(settings=(Setting("window", 16), Setting("pageskip", 16, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max")), shares=(0.6,))
+
+
+def test_the_default_grid_is_what_is_promised():
+    """Ten codes a cell, every haystack, both wordings, the ends of the context too; both page sizes at every budget."""
+    todo = grid.cells()
+    assert len(todo) == len(set(todo)) == 3 * 2 * 2 * 5 and {cell.codes for cell in todo} == {10}
+    assert {cell.depth for cell in todo} >= {0.0, 1.0} and {cell.wording for cell in todo} == {"verbatim", "reworded"}
+    statement, question = grid.WORDINGS["reworded"]
+    assert question.strip() not in statement[0] and statement[0].strip().split()[-1] != question.split()[-1]
+
+
+def test_codes_are_the_cells_own():
+    codes = grid.codes_for(CELL)
+    assert len(set(codes)) == 2 and codes == grid.codes_for(CELL) and codes != grid.codes_for(grid.Cell("transcripts", "verbatim", 400, 0.5, codes=2))
+    assert all(len(code) == 4 and code not in needle.haystack("transcripts") for code in codes)
+
+
+def test_equal_budgets_are_equal_bytes():
+    """Within a page: 64-token pages may not read more than 16-token ones; a window spends on keys what others spend on summaries."""
+    fine, coarse, window = (
+        grid.policy_for(setting, 1 / 8, 4096, 64, 4)
+        for setting in (Setting("pageskip", 16, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 16, "max"), Setting("window", 16))
+    )
+    per_token, allowed, summaries = 2 * 64 * 4, 4096 * 2 * 64 * 4 // 8, 256 * (2 * 64 + 4)
+    for policy, extra in ((fine, summaries), (coarse, summaries), (window, 0)):
+        spent = policy.budget.pages * policy.page_size * per_token + extra
+        assert allowed - policy.page_size * per_token < spent <= allowed
+    assert grid.policy_for(Setting("pageskip", 64, "minmax8", 64, "max"), 1 / 16, 2048, 64, 4) is None  # a sink and two local pages are more
+
+
+def test_a_batch_answers_as_each_code_would_alone(smollm):
+    model, tokenizer = smollm
+    rows = grid.run_cell(model, tokenizer, CELL, **FEW)
+    assert [row["policy"] for row in rows] == ["full", "window", "pageskip", "pageskip"] and {row["control_right"] for row in rows} == {rows[0]["right"]}
+    for n, code in enumerate(grid.codes_for(CELL)):
+        prompt = needle.plant(tokenizer, needle.haystack(CELL.hay), context=CELL.context, depth=CELL.depth, code=code)
+        cache = LiveCache(model.config)
+        prefill(model, torch.tensor([prompt.body]), cache)
+        for row, policy in zip(rows, [FullPolicy(), *(grid.policy_for(setting, 0.6, 400, 64, 4) for setting in FEW["settings"])]):
+            alone = needle.ask(model, tokenizer, prompt, policy, cache)
+            assert alone["answer"] == row["answers"][n] and alone["bytes_per_token"] == pytest.approx(row["bytes_per_token"], rel=0.02)
+    shares = {row["label"]: row["needle_page_share"] for row in rows}
+    assert shares["everything"] == 1 and shares["window, page 16"] == 0 < shares["bound in 8 bits, page 16, max"]
+
+
+def test_the_share_of_lists_with_the_code():
+    """Two sequences with their codes on pages 2 and 3 to 4; a list must hold all of a code's pages."""
+    prompts = [needle.Prompt([0] * 99, [0], range(40, 44)), needle.Prompt([0] * 99, [0], range(63, 66))]
+    lists = PageList.from_rows([[[0, 2], [0, 1]], [[3, 5], [3, 4]]])
+    assert grid.needle_share([(0, 99, None), (2, 99, lists)], prompts, 16) == 0.5
+    assert grid.needle_share([(0, 99, None)], prompts, 16) == 1.0
+
+
+def test_a_stopped_run_loses_no_finished_cell(smollm, tmp_path, monkeypatch):
+    todo = [grid.Cell("jargon", wording, 300, 0.5, codes=1) for wording in grid.WORDINGS]
+    real, asked = grid.run_cell, []
+
+    def run_cell(model, tokenizer, cell, settings, shares):
+        asked.append(cell)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(model, tokenizer, cell, settings, shares)
+
+    monkeypatch.setattr(grid, "run_cell", run_cell)
+    options = dict(settings=FEW["settings"][:1], shares=(0.5,), scratch=tmp_path / "cells.jsonl", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        grid.run_grid(*smollm, todo, **options)
+    rows, _ = grid.run_grid(*smollm, todo, **options)
+    assert asked == [todo[0], todo[1], todo[1]] and len(rows) == 4 and not options["scratch"].exists()
+
+
+def test_cells_whose_control_fails_are_marked_not_counted():
+    row = dict(label="a", budget=0.5, policy="window", asked=10, bytes_per_token=2e6, needle_page_share=0.5)
+    rows = [row | dict(right=9, control_right=10), row | dict(right=3, control_right=4), row | dict(right=8, control_right=10, policy="full", label="b")]
+    assert grid.summarized(rows)["a", 0.5] == (9, 10, 1, 2e6, 0.5)
+    assert "9 of 10" in grid.table(rows) and "1 cells; in 0 of them" in grid.table(rows)
+
+
+def test_the_command_prints_and_records(smollm, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(records, "RECORDED", tmp_path)
+    monkeypatch.setattr(grid, "SETTINGS", FEW["settings"][:1])
+    monkeypatch.setattr(grid, "SCRATCH", tmp_path)
+    small = grid.cells(contexts=(300,), depths=(0.5,), hays=("jargon",), codes=1)
+    monkeypatch.setattr(grid, "cells", lambda **given: small)
+    main(["needle", "--grid", "--contexts", "300", "--depths", "0.5", "--codes", "1", "--record", "here", "--json", str(tmp_path / "out.json")])
+    assert "2 cells" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == records.load("grid", "here")["rows"]
