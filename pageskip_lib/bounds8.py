@@ -23,6 +23,8 @@ PROGRAMS_PER_SM = 4
 
 def channel_sizes(kmin, kmax):
     """Powers of two up to 1, fp32 [B, Hkv, D]: how large each channel's keys are beside the head's largest, from its [B, Hkv, S, D] bounds."""
+    if not kmin.shape[2]:
+        return torch.ones(*kmin.shape[:2], kmin.shape[3], device=kmin.device)
     largest = torch.maximum(kmin.float().abs(), kmax.float().abs()).amax(2)
     exponent = torch.frexp(largest).exponent
     below = (exponent - exponent.amax(-1, keepdim=True)).clamp(-14, 0)  # beyond 2^-14 a channel adds nothing that 8 bits could tell
@@ -41,8 +43,7 @@ def encode(kmin, kmax, channel):
 
 def quantized(kmin, kmax):
     """The fields of kind ``minmax8`` from those of ``minmax``."""
-    batch, kv_heads, entries, dim = kmin.shape
-    channel = channel_sizes(kmin, kmax) if entries else torch.ones(batch, kv_heads, dim, device=kmin.device)
+    channel = channel_sizes(kmin, kmax)
     low, high, scale = encode(kmin, kmax, channel)
     return dict(kmin=low, kmax=high, scale=scale, channel=channel)
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .bounds8 import channel_sizes, encode
 from .checks import HEAD_DIMS, check_bound_size, page_count
 from .dense import dense_decode
 from .models import check_fits
@@ -37,6 +38,7 @@ class LiveCacheLayer(CacheLayerMixin):
         self._summary_of = None  # (kind, bound size) of the stored summaries
         self._fields = {}  # their tensors, with room to grow as the keys have
         self._summarised = 0  # tokens that they cover
+        self._channel = None  # of minmax8
 
     def lazy_initialization(self, key_states, value_states):
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -67,8 +69,7 @@ class LiveCacheLayer(CacheLayerMixin):
             self._summary_of, self._fields, self._summarised = (kind, bound_size), {}, 0
         first, entries = self._summarised // bound_size, page_count(self._length, bound_size)
         if self._summarised < self._length or not self._fields:
-            touched = summarize_pages(self.keys[:, :, first * bound_size :], page_size, kind=kind, bound_size=bound_size)
-            for name, field in touched.fields.items():
+            for name, field in self._touched(first * bound_size, page_size, kind, bound_size).items():
                 stored = self._fields.get(name, field[:, :, :0])
                 if stored.shape[2] < entries:
                     room = page_count(self._buffers[0].shape[2], bound_size)
@@ -80,7 +81,19 @@ class LiveCacheLayer(CacheLayerMixin):
             self._summarised = self._length
         lengths = torch.full((self.keys.shape[0],), self._length, dtype=torch.int32, device=self.device)
         fields = {name: stored[:, :, :entries] for name, stored in self._fields.items()}
+        if kind == "minmax8":
+            fields["channel"] = self._channel
         return PageSummary(kind, page_size, lengths, **fields, bound_size=bound_size)
+
+    def _touched(self, start, page_size, kind, bound_size):
+        """{name: entries} of the tokens from ``start`` on. The channels of minmax8 are sized once, by the first keys, and stay."""
+        keys = self.keys[:, :, start:]
+        if kind != "minmax8":
+            return summarize_pages(keys, page_size, kind=kind, bound_size=bound_size).fields
+        exact = summarize_pages(keys, page_size, bound_size=bound_size).fields.values()
+        if not self._fields:
+            self._channel = channel_sizes(*exact)
+        return dict(zip(("kmin", "kmax", "scale"), encode(*exact, self._channel)))
 
     def truncate(self, length):
         """Keep the first ``length`` tokens. The page that is cut is summarised anew before it is scored again."""

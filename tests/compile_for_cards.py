@@ -26,6 +26,7 @@ spills). shared: bytes a program, and room: what the card can give it.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -61,11 +62,11 @@ DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
     "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
     "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
-    "score8": bounds8._score8_kernel,
+    "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
 }  # fmt: skip
-INTS = ("lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
-CODES = ("low_ptr", "high_ptr")
-FLOATS = ("scale_ptr", "channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
+INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
+CODES = ("low_ptr", "high_ptr", "s_low_ptr", "s_high_ptr")
+FLOATS = ("scale_ptr", "channel_ptr", "s_scale_ptr", "s_channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
 TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
 STRIDES = {f"{name}_{axis}" for name in (*"qkvfs", "low", "high", "scale") for axis in ("batch", "head", "token", "entry")}
@@ -150,6 +151,13 @@ def launches(target, everything=False):
         shape = noted(summaries, "_minmax_kernel", lambda: summaries.summarize_pages(k, 128, bound_size=size, backend="triton"))  # noqa: B023
         found.append((target, "summary", dtype, shape))
     for dtype, dim, kv_heads in append_cells(everything):
+        k, budget = torch.zeros(1, kv_heads, 128, dim, dtype=dtype), selection.Budget(1, sink=0, local=1)
+        for sms in (1, SMS):  # more rows than SMs, and fewer: 64 and 32 entries a program
+            fewer = lambda device: dataclasses.replace(card, sms=sms)  # noqa: B023, E731
+            with mock.patch.object(bounds8, "card", fewer), mock.patch.object(decode, "card", fewer), mock.patch.object(decode, "launch_select"):
+                step = decode.DecodeStep(k, k, torch.ones(1, dtype=torch.int32), budget, heads=6 * kv_heads)
+                shape = noted(decode, "_append_and_score_kernel", step._append_and_select)
+            found.append((target, "both", dtype, shape | dict(scale_entry=1)))
         blocks = dict(BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim), DEPENDENT=card.dependent_launch)
         unused = dict.fromkeys(("low_ptr", "high_ptr", "scale_ptr", "channel_ptr"))
         for kind in ("minmax8", "minmax"):

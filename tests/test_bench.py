@@ -180,6 +180,25 @@ def test_the_readme_figure_is_the_records():
     spec = importlib.util.spec_from_file_location("readme_figure", records.RECORDED.parent.parent / "tools" / "readme_figure.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert f"![{title_of(tool.draw())}](docs/{tool.PATH.name})" in README
-    with PIL.Image.open(tool.PATH) as stored, PIL.Image.open(io.BytesIO(png(tool.draw()))) as fresh:
-        assert stored.format == "PNG" and stored.size == fresh.size
+    for path, draw in tool.FIGURES.items():
+        assert f"![{title_of(draw())}](docs/{path.name})" in README
+        with PIL.Image.open(path) as stored, PIL.Image.open(io.BytesIO(png(draw()))) as fresh:
+            assert stored.format == "PNG" and stored.size == fresh.size
+
+
+def test_the_readme_shows_the_recorded_step():
+    """Its table, the rows that lose, the kernel beside FlashInfer's, and what the text says of short contexts."""
+    rows = {}
+    for row in records.load("step", "h200")["rows"]:
+        rows.setdefault((row["heads"], row["batch"], row["tokens"]), {})[row["arm"]] = row
+    for (heads, batch, tokens), arms in rows.items():
+        us = {arm: row["microseconds"] for arm, row in arms.items()}
+        if not arms["pageskip step"]["selects"]:
+            assert us["pageskip step"] > us["pageskip dense"] and "slower than\nexact attention alone" in README
+        if heads == 12 and tokens != 8192:
+            shown = " | ".join(f"{us[arm]:,.1f}" for arm in ("pageskip step", "pageskip dense", "SDPA flash", "SDPA cuDNN", "streaming read"))
+            over = [arms["pageskip step"]["speed_up"], min(us["SDPA flash"], us["SDPA cuDNN"]) / us["pageskip step"]]
+            assert f"| {batch} x {tokens:,} | {shown} | {over[0]:.2f}x | {over[1]:.2f}x |" in README
+    alone = {(row["batch"], row["arm"]): row["microseconds"] for row in records.load("sparse", "h200")["rows"]}
+    pairs = [f"{alone[batch, 'pageskip sparse']:.1f} against {alone[batch, 'FlashInfer paged']:.1f}" for batch in (1, 8, 32)]
+    assert ", ".join(pairs) in README

@@ -1,4 +1,4 @@
-"""Draws the README's figure from the recorded run: python tools/readme_figure.py"""
+"""Draws the README's figures from the recorded runs: python tools/readme_figure.py"""
 
 from pathlib import Path
 
@@ -6,16 +6,26 @@ from pageskip_lib import figures
 from pageskip_lib.bench import records
 from pageskip_lib.controls import png
 
-PATH = Path(__file__).resolve().parent.parent / "docs" / "dense_h200.png"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-def draw():
-    run = records.load("dense", "h200")
+def _rows(name, what):
+    run = records.load(name, "h200")
     rows = [row for row in run["rows"] if (row["heads"], row["dtype"]) == (12, "float16")]
-    what = "fp16, Hq=12, Hkv=2, D=128, cold L2, in CUDA graphs"
-    return figures.dense_shares(rows, figures.recorded_on(run["settings"]["machine"], run["settings"]["date"], what))
+    return rows, figures.recorded_on(run["settings"]["machine"], run["settings"]["date"], f"fp16, Hq=12, Hkv=2, D=128, {what}")
 
+
+def dense():
+    return figures.dense_shares(*_rows("dense", "cold L2, in CUDA graphs"))
+
+
+def step():
+    return figures.speed_ups(*_rows("step", "32 pages of 64"), tokens=65536)
+
+
+FIGURES = {DOCS / "dense_h200.png": dense, DOCS / "step_h200.png": step}
 
 if __name__ == "__main__":
-    PATH.parent.mkdir(exist_ok=True)
-    PATH.write_bytes(png(draw()))
+    DOCS.mkdir(exist_ok=True)
+    for path, draw in FIGURES.items():
+        path.write_bytes(png(draw()))

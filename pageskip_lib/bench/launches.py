@@ -26,7 +26,7 @@ from .timing import summary
 SPARE = 2048  # tokens of room behind the context: every call appends one
 PARTS = ("append", "score", "select", "attend")
 SETUPS = {
-    "cuda": dict(heads=HEADS[0], shapes=[(batch, tokens) for batch in (1, 8, 32) for tokens in (8192, 65536)], timeline=(8, 65536), calls=200),
+    "cuda": dict(heads=HEADS[0], shapes=[(batch, tokens) for batch in (1, 8, 32) for tokens in (8192, 65536)], timeline=(8, 65536), calls=100),
     "cpu": dict(heads=(4, 2, 64), shapes=[(1, 4096), (1, 16384)], timeline=(1, 4096), calls=20),
 }
 LAUNCH = re.compile(r"cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")  # the calls by which a CPU hands work to a GPU

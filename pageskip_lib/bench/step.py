@@ -96,7 +96,7 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
         if arm.name == OURS:
             spaces = [Workspace(step.q, step.workspace.splits) for step in steps]
             calls[OURS] = [lambda i=i, w=w: dense_decode(*i, workspace=w) for i, w in zip(dense, spaces)]
-        elif arm.name.startswith("SDPA"):
+        elif arm.name != "FlexAttention":  # `bench dense` has it; it compiles for a minute at every shape
             calls[arm.name] = arm.calls(dense)
 
     def rewind():
@@ -238,16 +238,21 @@ def changes_table(rows):
 
 
 def table(rows):
-    """One line a shape, a column an arm; then the speed-up over SDPA's flash backend where it ran, and a plain read's time over ours."""
+    """One line a shape, a column an arm; then the MB that are touched, a plain read's time over ours, and of a step its speed-up over each
+    exact attention."""
     ours = STEP if any(row["arm"] == STEP for row in rows) else SPARSE
     names, lines = list(dict.fromkeys(row["arm"] for row in rows)), []
+    exact = [name for name in names if name == OURS or "SDPA" in name or name in ("FlashInfer", "FA3")] if ours == STEP else []
     for heads in dict.fromkeys((row["heads"], row["kv_heads"], row["head_dim"], row["dtype"]) for row in rows):
         block = [row for row in rows if (row["heads"], row["kv_heads"], row["head_dim"], row["dtype"]) == heads]
-        lines.append(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {heads[3]}, page {PAGE}, {BUDGET.pages} pages, microseconds")
-        lines.append(f"{'B x T':>12}" + "".join(f"{name:>17}" for name in names) + f"{'speed-up':>10}{'read/ours':>11}")
+        lines.append(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {heads[3]}, page {PAGE}, {BUDGET.pages} pages, microseconds; speed-up over exact attention")
+        head = "".join(f"{name:>17}" for name in names) + f"{'MB':>9}{'read/ours':>11}" + "".join(f"{'over ' + name.split()[-1]:>13}" for name in exact)
+        lines.append(f"{'B x T':>12}{head}")
         for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in block):
             took = {row["arm"]: row for row in block if (row["batch"], row["tokens"]) == (batch, tokens)}
-            cells = "".join(f"{took[name]['microseconds']:>17.1f}" if name in took else f"{'-':>17}" for name in names)
-            share = took[READ]["microseconds"] / took[ours]["microseconds"]
-            lines.append(f"{f'{batch} x {tokens}':>12}{cells}{took[ours].get('speed_up', float('nan')):>10.2f}{share:>11.2f}")
+            us = {name: row["microseconds"] for name, row in took.items()}
+            cells = "".join(f"{us[name]:>17.1f}" if name in us else f"{'-':>17}" for name in names)
+            cells += f"{took[ours]['bytes_touched'] / 1e6:>9.1f}{us[READ] / us[ours]:>11.2f}"
+            cells += "".join(f"{us[name] / us[ours]:>12.2f}x" if name in us else f"{'-':>13}" for name in exact)
+            lines.append(f"{f'{batch} x {tokens}':>12}{cells}")
     return "\n".join(lines)
