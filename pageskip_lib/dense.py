@@ -82,7 +82,10 @@ def check_splits(splits):
 
 
 def launch_shape(q, k, card, tokens):
-    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D], a ``Card``, and ``tokens`` to read."""
+    """Compile-time sizes and launch options of both attention kernels for q [B, Hq, D], k [B, Hkv, T, D] and a ``Card``.
+
+    tokens: how many are to be read, or None where the caller fixes the splits: then a row's tiles do not depend on its neighbours.
+    """
     rows, group, dim = k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
     # tl.dot needs at least 16 rows, and powers of two; padding heads are masked on load and on store.
     block_g, block_d = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
@@ -94,7 +97,8 @@ def launch_shape(q, k, card, tokens):
     # The widest tile of which two fit on their way in. With more rows than SMs a half of it, so that two programs can share an SM.
     widest = 128 if rows <= card.sms else 64
     # Nor so wide that most SMs get no tile at all: a few tokens are read sooner by many programs.
-    widest = max(32, min(widest, 3 * rows * tokens // card.sms))
+    if tokens is not None:
+        widest = max(32, min(widest, 3 * rows * tokens // card.sms))
     tile = next((tile for tile in (128, 64, 32) if tile <= widest and 2 * tile * token_bytes <= room(tile)), 16)
     return dict(
         G=group, D=dim, BLOCK_G=block_g, BLOCK_D=block_d, TILE=tile, DEPENDENT=card.dependent_launch,
@@ -157,7 +161,7 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
                 out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
     else:
         this_card = card(q.device)
-        shape = launch_shape(q, k, this_card, tokens)
+        shape = launch_shape(q, k, this_card, None if splits else tokens)
         splits = splits or splits_for(q, k, this_card, shape, tokens)
         workspace = workspace_for(q, splits, workspace)
         _dense_kernel[(splits, batch * kv_heads)](

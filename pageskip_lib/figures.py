@@ -538,7 +538,7 @@ def _thousands(tokens):
 
 
 def speed_ups(rows, caption, *, tokens=None, reported=()):
-    """Speed-up of the step over SDPA flash against the context, one line a batch, with the context from which on each is ahead.
+    """Speed-up of the step over SDPA (its flash backend on a GPU) against the context, one line a batch, and from where on each is ahead.
 
     rows: of one head shape, as ``bench.step`` makes them. tokens: the context that the title speaks of (default: the longest).
     reported: [{batch, tokens, times}] that somebody else published, drawn hollow in the colour of their batch.
@@ -550,6 +550,7 @@ def speed_ups(rows, caption, *, tokens=None, reported=()):
     lines = {batch: sorted(points) for batch, points in sorted(lines.items())}
     contexts = sorted({n for points in lines.values() for n, _ in points})
     tokens = tokens or contexts[-1]
+    baseline = "SDPA flash" if any(row["arm"] == "SDPA flash" for row in rows) else "SDPA"
     there = [f"{dict(points)[tokens]:.2f}x at batch {batch}" for batch, points in lines.items() if tokens in dict(points)]
     figure, axes = _blank(f"{tokens:,} tokens: {', '.join(there) or 'not measured'}", caption, height=3.6)
     for (batch, points), colour in zip(lines.items(), ("#4d4d4d", "#E69F00", "#0072B2", "#009E73")):
@@ -564,7 +565,7 @@ def speed_ups(rows, caption, *, tokens=None, reported=()):
         if told:
             axes.plot(*zip(*told), "D", color=colour, fillstyle="none", label=f"batch {batch}, RTX 4090, as reported")
     axes.axhline(1, color="#000000", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="context (tokens)", ylabel="speed-up over SDPA flash", xscale="log", yscale="log")
+    axes.set(xlabel="context (tokens)", ylabel=f"speed-up over {baseline}", xscale="log", yscale="log")
     axes.set_xticks(contexts, [_thousands(n) for n in contexts])
     heights = [times for points in lines.values() for _, times in points] + [one["times"] for one in reported if one["batch"] in lines]
     ticks = [2.0**n for n in range(-6, 8) if min(heights) / 1.5 <= 2.0**n <= 1.5 * max(heights)]

@@ -52,7 +52,7 @@ except ImportError:
     HAS_TRITON = False
     # Just enough for the kernels' files to import; calling a kernel is refused before it gets here.
     triton = SimpleNamespace(jit=lambda function=None, **options: function or (lambda function: function))
-    tl = SimpleNamespace(constexpr=None)
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 
 INTERPRETED = HAS_TRITON and _IN_TIME and os.environ.get("TRITON_INTERPRET", "") not in ("", "0")
 
