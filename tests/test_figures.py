@@ -293,7 +293,9 @@ def test_speed_ups_name_the_context_and_who_is_ahead_from_where():
     assert title_of(figures.speed_ups(rows, "x", tokens=1024)) == "1,024 tokens: not measured"
     axes = figure.axes[0]
     assert (8192, 1) in [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "|"]
-    assert "SDPA flash" in axes.get_ylabel() and axes.get_ylim()[1] < 40
+    assert axes.get_ylabel() == "speed-up over SDPA" and axes.get_ylim()[1] < 40
+    on_a_gpu = figures.speed_ups([*rows, *speed_rows((8,), arm="SDPA flash", speed_up=1.0)], "x")
+    assert on_a_gpu.axes[0].get_ylabel() == "speed-up over SDPA flash"
 
 
 def test_reported_points_are_hollow_and_said_to_be_reported():
