@@ -1,8 +1,9 @@
 """The whole decode step of one attention layer: append the token, score the pages, select, attend; eager or in one CUDA graph.
 
 What changes from step to step (lengths, summaries, page lists) stays on the device, and no shape and no launch depends on it.
-So a step that was captured once can be replayed at every length that the cache has room for. On a GPU that can launch a kernel before
-the one it depends on has ended, all five are launched so: each is set up while its forerunner runs, and then waits for its end.
+So a step that was captured once can be replayed at every length that the cache has room for. With 8-bit bounds it is four launches: append
+and score, select, attend, merge. On a GPU that can launch a kernel before the one it depends on has ended, all but the first are launched
+so: each is set up while its forerunner runs, and then waits for its end.
 """
 
 import torch
