@@ -37,7 +37,7 @@ def recorded_on(machine, when, what):
 
 
 def _blank(title, caption, height=3.4):
-    figure = Figure(figsize=(7.2, height), dpi=90, layout="constrained")
+    figure = Figure(figsize=(7.2, height), dpi=84, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -390,17 +390,24 @@ def step_reads(contexts, reads, caption):
 STEP_COLOURS = {"pageskip step": "#0072B2", "pageskip dense": "#4d4d4d", "score": "#E69F00", "select": "#CC79A7", "attend": "#009E73"}
 
 
-def step_lines(rows, arms, caption):
-    """Time against context for some arms of the step, as ``bench.step`` measures them here; the title says how much each grows."""
+def step_lines(rows, arms, caption, *, live=True):
+    """Time against context for some arms of the step, as ``bench.step`` measures them; the title says how much each grows.
+
+    live: the numbers are this machine's, and get the tilde that says so.
+    """
     took = {arm: sorted((row["tokens"], row["microseconds"]) for row in rows if row["arm"] == arm) for arm in arms}
     contexts = [tokens for tokens, _ in took[arms[0]]]
-    grown = ", ".join(f"{arm.removeprefix('pageskip ')} ~{points[-1][1] / points[0][1]:.1f}" for arm, points in took.items())
+    tilde = "~" if live else ""
+    grown = ", ".join(f"{arm.removeprefix('pageskip ')} {tilde}{points[-1][1] / points[0][1]:.1f}" for arm, points in took.items())
     figure, axes = _blank(f"{contexts[0]:,} to {contexts[-1]:,} tokens, times as long: {grown}", caption)
     for arm, points in took.items():
         axes.plot(*zip(*points), marker=".", color=STEP_COLOURS[arm], label=arm)
     axes.set(xlabel="context (tokens)", ylabel="time of one call (µs)", xscale="log", yscale="log")
     axes.set_xticks(contexts, [f"{tokens:,}" for tokens in contexts])
     axes.minorticks_off()
+    times = [time for points in took.values() for _, time in points]
+    ticks = [step * 10**n for n in range(-1, 7) for step in (1, 3) if min(times) / 1.5 <= step * 10**n <= 1.5 * max(times)]
+    axes.set_yticks(ticks, [f"{tick:,.12g}" for tick in ticks])
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -451,7 +458,7 @@ def layer_heat(rows, layers, caption, *, dense_layers=2):
     first = rows[0]
     split = [[x for heads, layer in zip(first["per_head"], layers) if (layer < dense_layers) == low for x in heads] for low in (True, False)]
     low, high = (sum(part) / len(part) for part in split)
-    title = f"Layers below {dense_layers} keep {low:.0%}, the others {high:.0%} ({first['label']}, {first['budget']:.1%})"
+    title = f"Layers below {dense_layers} keep {low:.0%}, others {high:.0%} ({first['label']}, {first['budget']:.1%})"
     figure, axes = _blank(title, caption, height=0.6 + 0.95 * len(rows))
     axes.remove()
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]

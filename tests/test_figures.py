@@ -201,6 +201,7 @@ def test_titles_fit_their_figure():
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
         figures.timelines({name: timeline_events(99) for name in ("eager", "dense", "graph")}, "x"),
         figures.speed_ups(speed_rows((1, 8, 32)), "x"),
+        figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in figures.STEP_COLOURS for n in (4096, 131072)], tuple(figures.STEP_COLOURS), "x"),
         figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),
         figures.baseline_bars([dict(row, arm=row["arm"].replace("math", "flash, KV expanded before")) for row in baseline_rows(3999)], "x"),
     ):
@@ -244,7 +245,11 @@ def test_step_lines_say_what_grows():
     rows = [dict(arm=arm, tokens=n, microseconds=n * slope + 10) for arm, slope in (("score", 0.01), ("attend", 0)) for n in (1000, 16000)]
     figure = figures.step_lines(rows, ("score", "attend"), "x")
     assert title_of(figure) == "1,000 to 16,000 tokens, times as long: score ~8.5, attend ~1.0"
-    assert "(µs)" in figure.axes[0].get_ylabel() and len(figure.axes[0].lines) == 2
+    axes = figure.axes[0]
+    assert "(µs)" in axes.get_ylabel() and len(axes.lines) == 2
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["10", "30", "100"]
+    recorded = figures.step_lines(rows, ("score", "attend"), "x", live=False)
+    assert title_of(recorded) == "1,000 to 16,000 tokens, times as long: score 8.5, attend 1.0"
 
 
 def event(name, where, start, duration):
@@ -342,8 +347,8 @@ def test_the_heat_map_compares_first_layers_with_the_rest():
     heads = [[0.1, 0.3], [0.2, 0.2], [0.9, 0.7]]
     rows = [recall_row("bound, page 16, max", 1 / 8, 0.8, per_head=heads), recall_row("oracle, page 16", 1 / 8, 0.9, "oracle", per_head=heads[::-1])]
     figure = figures.layer_heat(rows, [0, 1, 13], "x")
-    assert title_of(figure) == "Layers below 2 keep 20%, the others 80% (bound, page 16, max, 12.5%)"
-    assert "Layers below 2 keep 50%, the others 20%" in title_of(figures.layer_heat(rows[1:], [0, 1, 13], "x"))
+    assert title_of(figure) == "Layers below 2 keep 20%, others 80% (bound, page 16, max, 12.5%)"
+    assert "Layers below 2 keep 50%, others 20%" in title_of(figures.layer_heat(rows[1:], [0, 1, 13], "x"))
     panels = figure.axes[:2]
     assert [panel.images[0].get_array().shape for panel in panels] == [(2, 3)] * 2
     assert [label.get_text() for label in panels[1].get_xticklabels()] == ["0", "1", "13"]
