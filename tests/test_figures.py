@@ -184,6 +184,7 @@ def test_pictures_stay_small():
 
 
 def test_titles_fit_their_figure():
+    parts = ("score", "select", "attend")
     rising = [(n + 1) / 129 for n in range(129)]
     held = {(layer, step): 3 for layer in range(2, 30) for step in range(12)}
     title = "pageskip: needle's page held in 100% of the calls, answer wrong"
@@ -201,7 +202,7 @@ def test_titles_fit_their_figure():
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
         figures.timelines({name: timeline_events(99) for name in ("eager", "dense", "graph")}, "x"),
         figures.speed_ups(speed_rows((1, 8, 32)), "x"),
-        figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in figures.STEP_COLOURS for n in (4096, 131072)], tuple(figures.STEP_COLOURS), "x"),
+        figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in parts for n in (4096, 131072)], parts, "x"),
         figures.launch_cost([dict(row, arm="score, select, attend") for row in launch_rows(400)], "x"),
         figures.baseline_bars([dict(row, arm=row["arm"].replace("math", "flash, KV expanded before")) for row in baseline_rows(3999)], "x"),
     ):
