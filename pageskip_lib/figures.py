@@ -478,9 +478,9 @@ def kept_pages(mass, pages, page_size, policy, caption):
     for colour, label, some in ((HONEST, "read", kept), (FLATTERED, "left unread", set(range(len(mass))) - kept)):
         places = sorted(some)
         axes.bar([page * page_size for page in places], [mass[page] for page in places], width=0.8 * page_size, align="edge", color=colour, label=label)
-    low = min(share for share in mass if share > 0)
-    axes.set(xlabel="position of the page (tokens)", ylabel="share of the softmax", yscale="log", ylim=(max(low, 1e-6), 1), xlim=(0, len(mass) * page_size))
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.set(xlabel="position of the page (tokens)", ylabel="share of the softmax", yscale="log", ylim=(1e-5, 1), xlim=(0, len(mass) * page_size))
+    ticks = [10.0**n for n in range(-5, 1)]
+    axes.set_yticks(ticks, [f"{100 * tick:g}%" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     return figure
