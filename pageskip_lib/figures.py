@@ -418,8 +418,8 @@ FAMILY = {
     "minmax8": ("bound in 8 bits", "#56B4E9"),
     "minmax": ("bound", COLOURS["pageskip"]),
     "mean_radius": ("mean + radius", "#000000"),
-    "mean_std": ("mean + 3 std", "#D55E00"),
-    "mean": ("mean", "#555555"),  # the caption's: a picture is stored in 16 colours
+    "mean_std": ("mean, mean + 3 std", "#555555"),  # one grey, and the caption's: a picture is stored in 16 colours
+    "mean": ("mean, mean + 3 std", "#555555"),
     "window": ("window", COLOURS["window"]),
     "random": ("random", COLOURS["random"]),
 }
@@ -440,7 +440,7 @@ def pareto(rows, caption, *, budget=1 / 8):
     oracle = max(row["mass"] for row in there.values() if row and row["policy"] == "oracle")
     best = max((label for label in kept if there[label]["policy"] != "oracle"), key=kept.get)
     title = f"{budget:.1%} of the bytes: {kept[best]:.1%} by {best}; oracle {oracle:.1%}"
-    figure, axes = _blank(title, caption, height=4.2)
+    figure, axes = _blank(title, caption, height=3.4)
     marks = {}
     for label, line in sorted(lines.items(), key=lambda item: kept.get(item[0], 0)):
         first, top = line[0], label == best
@@ -460,7 +460,7 @@ def pareto(rows, caption, *, budget=1 / 8):
     axes.set_xticks(ticks, [f"{100 * tick:.3g}" for tick in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    known = [*(name for name, _ in FAMILY.values()), *(f"pages of {size}" for size in PAGE_MARKERS), "finer bounds"]
+    known = [*dict(FAMILY.values()), *(f"pages of {size}" for size in PAGE_MARKERS), "finer bounds"]
     shown = [name for name in known if name in marks]
     figure.legend([Line2D([], [], **marks[name]) for name in shown], shown, frameon=False, fontsize=8, loc="outside right center")
     return figure
@@ -474,7 +474,7 @@ def kept_pages(mass, pages, page_size, policy, caption):
     kept = set(pages)
     held, best = sum(mass[page] for page in kept), sum(sorted(mass)[-len(kept) :])
     title = f"{policy}: {len(kept)} of {len(mass)} pages keep {held:.1%} of the attention; the heaviest {len(kept)}: {best:.1%}"
-    figure, axes = _blank(title, caption, height=2.9)
+    figure, axes = _blank(title, caption, height=2.6)
     for colour, label, some in ((HONEST, "read", kept), (FLATTERED, "left unread", set(range(len(mass))) - kept)):
         places = sorted(some)
         axes.bar([page * page_size for page in places], [mass[page] for page in places], width=0.8 * page_size, align="edge", color=colour, label=label)

@@ -351,7 +351,7 @@ def test_every_recorded_setting_has_its_line_and_its_mark():
     figure = figures.pareto(rows, "x")
     assert len(figure.axes[0].lines) == len({row["label"] for row in rows}) + 1  # and the budget's
     marks = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert marks == [name for name, _ in figures.FAMILY.values()] + [f"pages of {size}" for size in (16, 32, 64, 128)] + ["finer bounds"]
+    assert marks == [*dict(figures.FAMILY.values())] + [f"pages of {size}" for size in (16, 32, 64, 128)] + ["finer bounds"]
 
 
 def test_kept_pages_adds_up_what_is_read_and_what_could_have_been():
@@ -371,3 +371,17 @@ def test_the_heat_map_compares_first_layers_with_the_rest():
     assert [panel.images[0].get_array().shape for panel in panels] == [(2, 3)] * 2
     assert [label.get_text() for label in panels[1].get_xticklabels()] == ["0", "1", "13"]
     assert "oracle, page 16: 90.0% from layer 2 on" == panels[1].get_title(loc="left")
+
+
+@pytest.mark.parametrize("width", (600, 601))
+def test_a_picture_is_what_pillow_would_have_stored(width):
+    """Whole and half bytes at the end of a line."""
+    figure = figures.needle_bars(ROWS, "7491", "x")
+    figure.set_size_inches(width / figure.dpi, 2)
+    full = io.BytesIO()
+    figure.savefig(full, format="png")
+    few = PIL.Image.open(full).convert("RGB").quantize(16, method=PIL.Image.Quantize.MAXCOVERAGE, dither=PIL.Image.Dither.NONE)
+    PIL.Image.open(io.BytesIO(png(figure))).verify()  # checksums; it spends the image
+    stored = PIL.Image.open(io.BytesIO(png(figure)))
+    assert stored.size == few.size and stored.width == width
+    assert stored.convert("RGB").tobytes() == few.convert("RGB").tobytes()
