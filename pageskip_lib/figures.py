@@ -449,7 +449,8 @@ def pareto(rows, caption, *, budget=1 / 8):
         size = dict(zorder=3, markersize=7, linewidth=2.6) if top else dict(zorder=2, markersize=4, linewidth=0.9)
         points = [row["read"] for row in line], [row["mass"] for row in line]
         finer = first["bound_size"] != first["page_size"] and first["policy"] == "pageskip"
-        axes.plot(*points, color=colour, marker=marker, linestyle="--" if finer else "-", label=label, **size)
+        # not antialiased: fewer shades of many colours, and the picture is stored in 16
+        axes.plot(*points, color=colour, marker=marker, linestyle="--" if finer else "-", label=label, antialiased=False, **size)
         marks[name] = dict(color=colour)
         marks[f"pages of {first['page_size']}"] = dict(color="#000000", marker=marker, linestyle="none", markersize=4)
         if finer:
