@@ -27,9 +27,11 @@ class CacheFull(RuntimeError):
 def append_token(
     sequence, k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
     k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, WAIT: tl.constexpr = False,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BESIDE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Append one sequence's token for all KV heads, and write its new length to after_ptr; WAIT: when the kernel before has ended.
+    """Append one sequence's token for all KV heads, and write its new length to after_ptr.
+
+    BESIDE: an attention kernel puts the token into the cache, and only the summary is left to do. WAIT: it still needs the old length.
 
     kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high and scale.
     """
@@ -41,10 +43,11 @@ def append_token(
     there = (heads < kv_heads) & (dims < D) & (position < tokens)
     given = (batch * kv_heads + heads) * D + dims
     key = tl.load(k_new_ptr + given, mask=there, other=0.0)
-    value = tl.load(v_new_ptr + given, mask=there, other=0.0)
     at = position.to(tl.int64)
-    tl.store(k_ptr + batch * k_batch + heads * k_head + at * k_token + dims, key, mask=there)
-    tl.store(v_ptr + batch * v_batch + heads * v_head + at * v_token + dims, value, mask=there)
+    if not BESIDE:
+        value = tl.load(v_new_ptr + given, mask=there, other=0.0)
+        tl.store(k_ptr + batch * k_batch + heads * k_head + at * k_token + dims, key, mask=there)
+        tl.store(v_ptr + batch * v_batch + heads * v_head + at * v_token + dims, value, mask=there)
     # The first token of a page starts its summary anew, whatever the slot held before.
     merged = there & (position % PAGE != 0)
     entry = (batch * kv_heads + head) * pages + at // PAGE
@@ -76,7 +79,7 @@ def _append_kernel(
     append_token(
         tl.program_id(0), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
         k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-        KIND, PAGE, D, BLOCK_H, BLOCK_D,
+        KIND, PAGE, D, BLOCK_H, BLOCK_D, False, False,
     )  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def _append_and_score_kernel(
             append_token(
                 tl.program_id(1), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
                 k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-                KIND, PAGE, D, BLOCK_H, BLOCK_D,
+                KIND, PAGE, D, BLOCK_H, BLOCK_D, False, False,
             )  # fmt: skip
     else:
         score_row8(
@@ -118,7 +121,7 @@ def _append_and_merge_kernel(
     KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, MERGE_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some programs append, beside an attention that reads below the old lengths, and the new token where it was given; the others merge."""
+    """Some programs bring summaries and lengths up to date while attention still runs; the others merge what it found."""
     row = tl.program_id(0) - sequences
     if row >= 0:
         if DEPENDENT:
@@ -128,7 +131,7 @@ def _append_and_merge_kernel(
         append_token(
             tl.program_id(0), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
             lengths_ptr, after_ptr, k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-            KIND, PAGE, D, BLOCK_H, BLOCK_D, DEPENDENT,
+            KIND, PAGE, D, BLOCK_H, BLOCK_D, True, DEPENDENT,
         )  # fmt: skip
 
 
@@ -267,7 +270,7 @@ class DecodeStep:
         return arguments, options | dict(DEPENDENT=card(self.k.device).dependent_launch)
 
     def _attend_and_append(self):
-        """Attention over everything, in which nobody waits for the append: it rides with the merge."""
+        """Attention over everything, the new token included, which is counted and summarised in the launch that merges."""
         k, v = self.k[:, :, : self.dense_up_to], self.v[:, :, : self.dense_up_to]
         scale = check_scale(self.scale, k.shape[3])
         workspace, splits = launch_dense(self.q, k, v, self.lengths, scale, None, self.workspace, self.k_new, self.v_new)

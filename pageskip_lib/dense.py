@@ -40,10 +40,16 @@ def _dense_kernel(
     q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
 
     length = valid_length(lengths_ptr, batch, tokens)
-    newest = length
     if k_new_ptr is not None:
+        # Only one program reads the newest token's tile. It puts the token there first, and no other has to wait for that.
+        given = (batch * kv_heads + head) * D + dims
+        key, value = tl.load(k_new_ptr + given, mask=dims < D, other=0.0), tl.load(v_new_ptr + given, mask=dims < D, other=0.0)
+        if (length < tokens) & ((length // TILE) % splits == split):
+            at = length.to(tl.int64)
+            tl.store(k_ptr + batch * k_batch + head * k_head + at * k_token + dims, key, mask=dims < D)
+            tl.store(v_ptr + batch * v_batch + head * v_head + at * v_token + dims, value, mask=dims < D)
+            tl.debug_barrier()  # all threads have stored before any of them loads
         length = tl.minimum(length + 1, tokens)
-    given = (batch * kv_heads + head) * D
 
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -53,13 +59,8 @@ def _dense_kernel(
         token = tile * TILE + tl.arange(0, TILE)
         valid = token < length
         at = token.to(tl.int64)[:, None]
-        key_at = k_ptr + batch * k_batch + head * k_head + at * k_token
-        value_at = v_ptr + batch * v_batch + head * v_head + at * v_token
-        if k_new_ptr is not None:  # the newest token is read where it was given: nobody waits until it is in the cache
-            key_at = tl.where(token[:, None] == newest, k_new_ptr + given, key_at)
-            value_at = tl.where(token[:, None] == newest, v_new_ptr + given, value_at)
-        keys = tl.load(key_at + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-        values = tl.load(value_at + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
 
     out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
@@ -154,7 +155,7 @@ def decode_workspace(q, k):
 def launch_dense(q, k, v, lengths, scale, splits, workspace, k_new=None, v_new=None):
     """Stage one. Returns (workspace, splits) for stage two.
 
-    k_new, v_new: contiguous [B, Hkv, D], one more token of each sequence that is not yet in the cache and not counted in lengths.
+    k_new, v_new: contiguous [B, Hkv, D], one more token of each sequence, which lengths do not count yet. It is written into the cache.
     """
     batch, kv_heads, tokens, _ = k.shape
     this_card = card(q.device)
