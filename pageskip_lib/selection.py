@@ -140,7 +140,7 @@ def choose_row(score, held, budget, sink, local, pages_ptr, capacity, BLOCK_N: t
         by_value = passes < BY_VALUE
         # Whatever the arithmetic made of huge scores, the thresholds stay inside, and so the interval shrinks.
         first = tl.where(by_value, tl.minimum(tl.maximum(_key(least + gap), low + 1), high - 1), low + third)
-        second = tl.where(by_value, tl.minimum(tl.maximum(_key(most - gap), first), high - 1), first + third)
+        second = tl.where(by_value, tl.minimum(tl.maximum(_key(most - gap), first), high - 1), low + 2 * third)
         both = tl.sum((key >= first).to(tl.uint32) + ((key >= second).to(tl.uint32) << 16))
         low, high, reach, above = _narrow(first, (both & 0xFFFF).to(tl.int32), budget, low, high, reach, above)
         low, high, reach, above = _narrow(second, (both >> 16).to(tl.int32), budget, low, high, reach, above)
