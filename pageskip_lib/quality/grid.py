@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..checks import page_count
 from ..live_model import LiveCache, prefill, step, use_pageskip
-from ..models import check_fits
+from ..models import check_fits, head_dim
 from ..selection import LOCAL_TOKENS, Budget
 from . import needle
 from .needle import ANSWER_TOKENS, HAYSTACKS, QUESTION, STATEMENT, bytes_read, haystack, is_right, plant
@@ -100,7 +100,7 @@ def ask_all(model, tokenizer, prompts, policy, cache):
             if position >= question.shape[1] - 1:
                 answers.append(chosen)
     config = model.config
-    read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
+    read = sum(bytes_read(call, policy, config.num_key_value_heads, head_dim(config), model.dtype.itemsize) for call in calls)
     texts = [tokenizer.decode(row) for row in torch.stack(answers, dim=1).tolist()]
     return texts, round(read / tokens), needle_share(calls, prompts, policy.page_size)
 
@@ -125,7 +125,7 @@ def run_cell(model, tokenizer, cell, settings, shares):
     found = [row(FullPolicy(), policy="full", label="everything", budget=1.0)]
     for setting in settings:
         for share in shares:
-            policy = policy_for(setting, share, cell.context, model.config.head_dim, model.dtype.itemsize)
+            policy = policy_for(setting, share, cell.context, head_dim(model.config), model.dtype.itemsize)
             if policy is not None:
                 about = dict(page_size=setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
                 found.append(row(policy, policy=setting.policy, label=setting.label, budget=share, **about))
