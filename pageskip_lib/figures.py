@@ -480,8 +480,8 @@ def agreement(rows, caption, *, budget=1 / 8):
     ticks = sorted({row["budget"] for row in rows if row is not control})
     axes.set_xticks(ticks, [f"{100 * tick:.3g}" for tick in ticks])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
     return figure
 
 
