@@ -55,7 +55,8 @@ def test_full_attention_agrees_with_itself_and_its_loss_is_transformers_own(qwen
     cell, control = reading.cell(FullPolicy()), reading.cell(None)
     assert set(cell["agreement"]) == {1.0} and set(cell["kl"]) == {0.0} and cell["loss"] == cell["full"]
     logits = qwen[0](reading.ids).logits[:, CONTEXT:-1]
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), reading.ids[:, CONTEXT + 1 :].flatten(), reduction="none").unflatten(0, (2, TOKENS))
+    following = reading.ids[:, CONTEXT + 1 :].flatten()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following, reduction="none").unflatten(0, (2, TOKENS))
     # A logit is off by up to 64 errors of 2^-22 of the largest (as in test_live_model), a loss by up to twice that.
     close = 2 * 64 * 2**-22 * logits.abs().max().item()
     for found in (cell, control):

@@ -67,8 +67,9 @@ def test_captured_queries_and_keys_are_the_models(qwen, ids):
     model, _ = qwen
     inputs = {}
     hooks = [
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args, n=n: inputs.update({n: args[0]})) for n, layer in enumerate(model.model.layers)
-    ]  # fmt: skip
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args, n=n: inputs.update({n: args[0]}))
+        for n, layer in enumerate(model.model.layers)
+    ]
     model(ids)
     for hook in hooks:
         hook.remove()
@@ -92,7 +93,8 @@ def test_it_is_asked_like_the_embedded_model(qwen):
     assert tokenizer.decode([prompt.body[n] for n in prompt.code_tokens]).strip() == "7491"
     cache = LiveCache(model.config)
     prefill(model, torch.tensor([prompt.body]), cache)
-    full, window, bound = (needle.ask(model, tokenizer, prompt, policy, cache) for policy in (FullPolicy(), WindowPolicy(Budget(6)), PageskipPolicy(Budget(6))))
+    policies = FullPolicy(), WindowPolicy(Budget(6)), PageskipPolicy(Budget(6))
+    full, window, bound = (needle.ask(model, tokenizer, prompt, policy, cache) for policy in policies)
     steps = len(prompt.question) + needle.ANSWER_TOKENS - 1
     of_a_token = 2 * 2 * 128 * 4
     held = [len(prompt.body) + 1 + n for n in range(steps)]

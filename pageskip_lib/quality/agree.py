@@ -139,8 +139,8 @@ def run_agree(
     stretches of a text, a multiple of 32. settings: of ``recall.Setting``. shares: of the cache's bytes, 0 to 1. scratch: file of finished
     cells; a stopped run that is given the same one goes on after its last finished cell.
 
-    A row: policy, label, budget (share; 1 for the control), page_size, kind, bound_size, group, tokens (predictions compared), agreement (share of equal greedy
-    tokens) with its 95% interval low and high, perplexity, full_perplexity (full attention's, same tokens), kl (mean, nats),
+    A row: policy, label, budget (share; 1 for the control), page_size, kind, bound_size, group, tokens (predictions compared), agreement (share
+    of equal greedy tokens) with its 95% interval low and high, perplexity, full_perplexity (full attention's, same tokens), kl (mean, nats),
     bytes_per_token (of one stretch, all layers), by_text ({text: dict of agreement, perplexity, full_perplexity, kl}).
     The interval draws blocks of 32 tokens again: it speaks of other places in these texts, not of other texts or models.
     It keeps full attention's logits: tokens * stretches_each * vocabulary numbers of the model's dtype.
@@ -165,8 +165,8 @@ def run_agree(
     rows = [_row(about, cells[about["label"]][about["budget"]], tokens * stretches_each * len(pieces)) for about, _ in todo]
     done.remove()
     return rows, dict(
-        model=model.config._name_or_path, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type, texts=list(pieces), context=context,
-        tokens_each=tokens, stretches_each=stretches_each,
+        model=model.config._name_or_path, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type, texts=list(pieces),
+        context=context, tokens_each=tokens, stretches_each=stretches_each,
         method="context prefilled exactly, then the text's own tokens one by one under the policy, compared with full attention's predictions; "
         f"budgets are shares of the cache's bytes, page summaries included; 95% bootstrap intervals over blocks of {BLOCK} tokens",
     )  # fmt: skip
@@ -180,9 +180,10 @@ def _row(about, by_text, tokens):
     )  # fmt: skip
     _, low, high = interval(join("agreement", by_text))
     read = round(sum(cell["read"] for cell in by_text.values()) / len(by_text))
-    return about | dict(tokens=tokens, **numbers(*by_text), low=round(low, 4), high=round(high, 4), bytes_per_token=read) | dict(
-        by_text={text: numbers(text) for text in by_text}
-    )
+    return about | dict(
+        tokens=tokens, **numbers(*by_text), low=round(low, 4), high=round(high, 4), bytes_per_token=read,
+        by_text={text: numbers(text) for text in by_text},
+    )  # fmt: skip
 
 
 def table(rows):
