@@ -487,6 +487,41 @@ def kept_pages(mass, pages, page_size, policy, caption):
     return figure
 
 
+def agreement(rows, caption, *, budget=1 / 8):
+    """How often the greedy next token is full attention's, against the share of the bytes: one line a setting, with 95% intervals.
+
+    rows: as ``quality.agree`` makes them, the control among them. budget: the share that the title speaks of. Colour tells the policy, the marker
+    the page size; dashed: bounds of 16 bits.
+    """
+    control = next(row for row in rows if row["policy"] == "full")
+    lines = {}
+    for row in rows:
+        if row is not control:
+            lines.setdefault(row["label"], []).append(row)
+    there = [row for line in lines.values() for row in line if row["budget"] == budget]
+    best = max(there, key=lambda row: row["agreement"])
+    named = [best, *(row for row in there if row["policy"] in ("window", "random") and row is not best)]
+    parts = ", ".join(f"{row['label'].split(',')[0]} {row['agreement']:.1%}" for row in named)
+    figure, axes = _blank(f"Same token at {budget:.1%} of the bytes: {parts}", caption, height=3.8)
+    for number, (label, line) in enumerate(lines.items()):
+        first = line[0]
+        nudge = 1.015 ** (number - len(lines) / 2)  # or else intervals of one budget would hide each other
+        axes.errorbar(
+            [row["budget"] * nudge for row in line], [row["agreement"] for row in line],
+            yerr=[[row["agreement"] - row["low"] for row in line], [row["high"] - row["agreement"] for row in line]], color=COLOURS[first["policy"]],
+            marker=PAGE_MARKERS[first["page_size"]], markersize=5, linewidth=1.4, elinewidth=0.8, linestyle="--" if first["kind"] == "minmax" else "-",
+            label=label,
+        )  # fmt: skip
+    axes.axhline(control["agreement"], color=COLOURS["full"], linewidth=0.9, linestyle=":", label="everything, at once (rounding)")
+    axes.set(xlabel="budget, page summaries included (% of the cache's bytes)", ylabel="next token is full attention's", xscale="log")
+    ticks = sorted({row["budget"] for row in rows if row is not control})
+    axes.set_xticks(ticks, [f"{100 * tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
 def layer_heat(rows, layers, caption, *, dense_layers=2):
     """Attention mass kept in every layer and KV head, one panel a row.
 

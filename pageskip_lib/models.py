@@ -69,6 +69,11 @@ def check_fits(model, tokens):
         raise ValueError(f"The prompt has {tokens:,} tokens; {title} reads at most {limit:,}.")
 
 
+def head_dim(config):
+    """Numbers of one attention head, of a model's config: some, such as Qwen2's, do not say it but mean hidden_size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _from_directory_or_hub(name, dtype):
     from safetensors import SafetensorError
 

@@ -202,6 +202,7 @@ def test_titles_fit_their_figure():
         figures.pareto([dict(row, label=row["label"].replace("bound, page 16, max", "mean + 3 std, page 128, union of lists")) for row in recall_rows()], "x"),
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
         figures.kept_pages([1 / 128] * 128, range(100), 16, "bound in 8 bits", "x"),
+        figures.agreement(agree_rows(), "x"),
         figures.timelines({name: timeline_events(99) for name in ("eager", "dense", "graph")}, "x"),
         figures.speed_ups(speed_rows((1, 8, 32)), "x"),
         figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in parts for n in (4096, 131072)], parts, "x"),
@@ -359,6 +360,37 @@ def test_kept_pages_adds_up_what_is_read_and_what_could_have_been():
     assert title_of(figure) == "window: 2 of 4 pages keep 70.0% of the attention; the heaviest 2: 80.0%"
     read, unread = figure.axes[0].containers
     assert [bar.get_x() for bar in read] == [0, 48] and [bar.get_height() for bar in unread] == [0.0, 0.3]
+
+
+def agree_row(label, budget, agreement, policy="pageskip", kind=None, page_size=16):
+    return dict(
+        label=label, budget=budget, agreement=agreement, low=agreement - 0.02, high=agreement + 0.01, policy=policy, kind=kind, page_size=page_size,
+    )  # fmt: skip
+
+
+def agree_rows(bound=0.95):
+    return [
+        agree_row("everything, at once", 1.0, 0.999, "full"),
+        *(agree_row("window, page 16", budget, 0.9 + budget / 10, "window") for budget in (1 / 8, 1 / 4)),
+        *(agree_row("random, page 16", budget, 0.85, "random") for budget in (1 / 8, 1 / 4)),
+        *(agree_row("bound in 8 bits, page 64, max", budget, bound, kind="minmax8", page_size=64) for budget in (1 / 8, 1 / 4)),
+        agree_row("bound, page 16, max", 1 / 4, 0.93, kind="minmax"),  # at an eighth its summaries leave no room
+    ]
+
+
+def test_agreement_names_the_best_at_the_budget_and_its_rivals():
+    figure = figures.agreement(agree_rows(), "x")
+    assert title_of(figure) == "Same token at 12.5% of the bytes: bound in 8 bits 95.0%, window 91.2%, random 85.0%"
+    assert title_of(figures.agreement(agree_rows(bound=0.8), "x")) == "Same token at 12.5% of the bytes: window 91.2%, random 85.0%"
+    assert "25.0% of the bytes: bound 93.0%, window 92.5%" in title_of(figures.agreement(agree_rows(bound=0.8), "x", budget=1 / 4))
+    axes = figure.axes[0]
+    drawn = {bars.get_label(): bars for bars in axes.containers}
+    line, _, (interval,) = drawn["bound in 8 bits, page 64, max"]
+    assert list(line.get_ydata()) == [0.95, 0.95] and line.get_marker() == "^" and line.get_color() == figures.COLOURS["pageskip"]
+    assert [tuple(end[1] for end in segment) for segment in interval.get_segments()] == [pytest.approx((0.93, 0.96))] * 2
+    assert [label for label, bars in drawn.items() if bars[0].get_linestyle() == "--"] == ["bound, page 16, max"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["12.5", "25"] and "bytes" in axes.get_xlabel()
+    assert 0.999 in [y for one in axes.lines for y in one.get_ydata()], "no control"
 
 
 def test_the_heat_map_compares_first_layers_with_the_rest():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pageskip_lib import bounds8, Budget, PageList, page_scores, reference, select_pages, summarize_pages  # before transformers: it imports triton
 from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
-from pageskip_lib.quality.policies import POLICIES, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+from pageskip_lib.quality.policies import POLICIES, AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 from transformers import (
     DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
@@ -559,7 +559,7 @@ def test_policies_keep_the_forced_pages_and_the_budget(name, device):
 
 @pytest.mark.parametrize("layer_idx, dense", [(0, True), (1, True), (2, False)])
 def test_first_layers_read_everything(layer_idx, dense):
-    for policy in (PageskipPolicy(Budget(5)), WindowPolicy(Budget(5)), RandomPolicy(Budget(5))):
+    for policy in (PageskipPolicy(Budget(5)), AdaptivePolicy(Budget(5)), WindowPolicy(Budget(5)), RandomPolicy(Budget(5))):
         assert (choose(policy, layer_idx) is None) == dense
 
 
@@ -575,7 +575,7 @@ def test_random_policy_is_decided_by_its_seed():
 
 
 def test_policy_refuses_other_page_sizes():
-    for policy in (PageskipPolicy, WindowPolicy, RandomPolicy):
+    for policy in (PageskipPolicy, AdaptivePolicy, WindowPolicy, RandomPolicy):
         with pytest.raises(ValueError, match="page_size must be one of"):
             policy(Budget(5), page_size=48)
 
@@ -598,3 +598,55 @@ def test_policy_takes_kind_bound_size_and_group():
 def test_policy_refuses_other_options(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
         PageskipPolicy(Budget(5), **{name: value})
+
+
+@pytest.mark.parametrize("options", [dict(), dict(kind="minmax8"), dict(bound_size=8), dict(kind="mean")], ids=str)
+def test_the_adaptive_policy_lists_what_its_definition_says(options):
+    """By hand: softmax over pages for each query head, mean over the group, every page from ``least`` on, the best of them up to the budget."""
+    q, keys = randn(1, 4, 64), randn(1, 2, 640, 64, seed=1)
+    q[:, :2] *= 4
+    summary = summarize_pages(keys, 16, **dict(kind="minmax") | options)
+    shares = torch.softmax(page_scores(q, summary, group="none") / 8, dim=-1).view(1, 2, 2, 40).mean(2)[0]
+    least = shares.quantile(0.7).item()
+    budget = Budget(14, sink=1, local=2)
+    forced, expected = {0, 38, 39}, []
+    for head in shares:
+        rivals = sorted((page for page in range(1, 38) if head[page] >= least), key=lambda page: -head[page])
+        expected.append(sorted(forced | set(rivals[:11])))
+    assert min(map(len, expected)) < 14 == max(map(len, expected)), "one list should end at the threshold, the other at the budget"
+    policy = AdaptivePolicy(budget, least=least, **options)
+    pages = policy.choose(5, q, keys, lambda **wanted: summarize_pages(keys, 16, **wanted))
+    assert [[page for page in head if page >= 0] for head in pages.pages[0].tolist()] == expected
+    assert pages.counts[0].tolist() == [len(head) for head in expected]
+
+
+def test_a_peaked_head_reads_less_than_a_flat_one():
+    """The two KV heads see the same keys; the first has a query that points at one page, the second one that tells nothing."""
+    keys = randn(1, 1, 640, 64).expand(1, 2, 640, 64).contiguous()
+    keys[:, :, 163] = 3 * keys[:, :, 163]
+    q = torch.cat([2 * keys[:, :1, 163], 0.01 * randn(1, 1, 64, seed=2)], dim=1)
+    pages = AdaptivePolicy(Budget(30), least=0.01).choose(5, q, keys, lambda **options: summarize_pages(keys, 16, **options))
+    assert pages.pages[0, 0, :4].tolist() == [0, 10, 38, 39] and pages.counts.tolist() == [[4, 30]]
+
+
+@pytest.mark.parametrize("least", [-0.1, 1.5, float("nan")])
+def test_adaptive_refuses_what_is_no_share(least):
+    with pytest.raises(ValueError, match=f"least must be a share of the attention, 0 to 1, got {least}"):
+        AdaptivePolicy(Budget(5), least=least)
+
+
+@torch.inference_mode()
+def test_lists_of_different_lengths_run_in_the_model(llama):
+    """With least 0 the adaptive policy is exact where the budget holds all; above it the lists of one step differ in length and are still read."""
+    ids, calls = prompt(300, device=llama.device), []
+    exact = llama(ids).logits[:, -1]
+    with use_pageskip(llama, AdaptivePolicy(Budget(64), dense_layers=0, least=0.0)):
+        cache = LiveCache(llama.config)
+        prefill(llama, ids[:, :-1], cache)
+        torch.testing.assert_close(step(llama, ids[:, -1:], cache), exact, **CLOSE)
+    with use_pageskip(llama, AdaptivePolicy(Budget(64), dense_layers=0, least=0.05), record=calls):
+        cache.truncate(299)
+        found = step(llama, ids[:, -1:], cache)
+    counts = torch.stack([pages.counts[0] for _, _, pages in calls])
+    assert len(counts.unique()) > 1 and counts.min() >= 3 and counts.max() < 19
+    assert found.isfinite().all() and not torch.allclose(found, exact, **CLOSE)

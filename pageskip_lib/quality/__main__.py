@@ -1,4 +1,4 @@
-"""Command line: ``python -m pageskip_lib.quality needle``, ``capture`` or ``recall``."""
+"""Command line: ``python -m pageskip_lib.quality needle``, ``agree``, ``capture`` or ``recall``."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from ..models import EMBEDDED, ModelUnavailable
 from .capture import SHIPPED, Captured, capture
 from .needle import HAYSTACKS, haystack, run_needle, table, turned
 from .policies import DENSE_LAYERS
-from . import grid, sweep
+from . import agree, grid, sweep
 
 
 def parser():
@@ -35,6 +35,16 @@ def parser():
     needle.add_argument("--depths", type=float, nargs="+", default=grid.DEPTHS, help="of the grid")
     needle.add_argument("--codes", type=int, default=grid.CODES, help="of each cell of the grid")
     needle.add_argument("--record", metavar="NAME", help="with --grid: write data/recorded/grid_NAME.json")
+    agreement = commands.add_parser("agree", help="read plain text: how often is the next token full attention's", **defaults)
+    agreement.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
+    agreement.add_argument("--texts", choices=HAYSTACKS, nargs="+", default=list(HAYSTACKS), help="what to read")
+    agreement.add_argument("--context", type=int, default=agree.CONTEXT, help="tokens that are prefilled exactly")
+    agreement.add_argument("--tokens", type=int, default=agree.TOKENS, help="tokens of each stretch that are then read one by one")
+    agreement.add_argument("--stretches", type=int, default=agree.STRETCHES, help="pieces of each text, the rows of a batch")
+    agreement.add_argument("--shares", type=float, nargs="+", default=list(agree.SHARES), help="budgets, as shares of the cache's bytes")
+    agreement.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
+    agreement.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
+    agreement.add_argument("--record", metavar="NAME", help="write data/recorded/agree_NAME.json")
     capture = commands.add_parser("capture", help="store real queries, keys and values of a decoding model", **defaults)
     capture.add_argument("file", metavar="FILE", help="the safetensors file to write")
     capture.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
@@ -56,16 +66,33 @@ def parser():
 def grid_command(options, model, tokenizer):
     todo = grid.cells(contexts=options.contexts, depths=options.depths, codes=options.codes)
     rows, settings = grid.run_grid(model, tokenizer, todo, scratch=grid.scratch_path(model, todo, grid.SETTINGS, grid.SHARES))
+    report(options, "grid", rows, settings, grid.table(rows))
+
+
+def agree_command(options):
+    import torch
+
+    model, tokenizer = load_model(options.model, dtype=getattr(torch, options.dtype) if options.dtype else None)
+    given = dict(
+        texts=options.texts, context=options.context, tokens=options.tokens, stretches_each=options.stretches, settings=agree.SETTINGS,
+        shares=options.shares,
+    )  # fmt: skip
+    rows, settings = agree.run_agree(model, tokenizer, **given, scratch=agree.scratch_path(model, **given))
+    report(options, "agree", rows, settings, agree.table(rows))
+
+
+def report(options, kind, rows, settings, table):
+    """Print the table or the JSON, and write the files that were asked for."""
     record = records.stamped(rows, settings)
     if options.json == "-":
         print(json.dumps(record, indent=1))
     else:
-        print(grid.table(rows))
+        print(table)
         print(f"{runtime.machine()}; {settings['dtype']}; {settings['method']}")
         if options.json:
             Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.record:
-        print(f"written to data/recorded/{records.save(record, 'grid', options.record).name}", file=sys.stderr)
+        print(f"written to data/recorded/{records.save(record, kind, options.record).name}", file=sys.stderr)
 
 
 def needle_command(options):
@@ -138,7 +165,7 @@ def recall_command(options):
 def main(arguments=None):
     options = parser().parse_args(arguments)
     try:
-        dict(needle=needle_command, capture=capture_command, recall=recall_command)[options.command](options)
+        dict(needle=needle_command, agree=agree_command, capture=capture_command, recall=recall_command)[options.command](options)
     except (ModelUnavailable, ValueError, OSError) as error:
         sys.exit(f"pageskip: {error}")
 

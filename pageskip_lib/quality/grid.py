@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ..checks import page_count
 from ..live_model import LiveCache, prefill, step, use_pageskip
-from ..models import check_fits
+from ..models import check_fits, head_dim
 from ..selection import LOCAL_TOKENS, Budget
 from . import needle
 from .needle import ANSWER_TOKENS, HAYSTACKS, QUESTION, STATEMENT, bytes_read, haystack, is_right, plant
@@ -100,7 +100,7 @@ def ask_all(model, tokenizer, prompts, policy, cache):
             if position >= question.shape[1] - 1:
                 answers.append(chosen)
     config = model.config
-    read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
+    read = sum(bytes_read(call, policy, config.num_key_value_heads, head_dim(config), model.dtype.itemsize) for call in calls)
     texts = [tokenizer.decode(row) for row in torch.stack(answers, dim=1).tolist()]
     return texts, round(read / tokens), needle_shares(calls, prompts, policy.page_size)
 
@@ -119,7 +119,7 @@ def run_cells(model, tokenizer, together, settings, shares):
     for setting in settings:
         about = dict(page_size=setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
         for share in shares:
-            policy = policy_for(setting, share, context, model.config.head_dim, model.dtype.itemsize)
+            policy = policy_for(setting, share, context, head_dim(model.config), model.dtype.itemsize)
             if policy is not None:
                 policies.append((policy, dict(policy=setting.policy, label=setting.label, budget=share) | about))
     asked = [(about, *ask_all(model, tokenizer, prompts, policy, cache)) for policy, about in policies]

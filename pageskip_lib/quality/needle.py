@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..checks import page_count
 from ..live_model import LiveCache, prefill, step, use_pageskip
-from ..models import check_fits
+from ..models import check_fits, head_dim
 from ..selection import Budget
 from ..summaries import entry_bytes
 from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
@@ -140,7 +140,7 @@ def ask(model, tokenizer, prompt, policy, cache, *, record=None):
                 answer.append(chosen)
     held = held_by_step(calls, prompt, policy)
     config = model.config
-    read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
+    read = sum(bytes_read(call, policy, config.num_key_value_heads, head_dim(config), model.dtype.itemsize) for call in calls)
     return dict(
         policy=policy.name,
         answer=tokenizer.decode(answer),

@@ -58,28 +58,61 @@ class FullPolicy:
 
 
 @dataclass
-class PageskipPolicy(Policy):
-    """The pages with the highest score: by default the bound on q.k (Quest, arXiv 2406.10774), the largest over the group's query heads.
-
-    kind, bound_size: of the summaries, as ``summarize_pages`` takes them. group: as ``page_scores`` takes it, but for "none".
-    """
+class SummaryPolicy(Policy):
+    """Ranks pages by their summaries. kind, bound_size: of the summaries, as ``summarize_pages`` takes them."""
 
     kind: str = "minmax"
     bound_size: int | None = None
-    group: str = "max"
 
-    name = "pageskip"
     reads_summaries = True
 
     def __post_init__(self):
         super().__post_init__()
         check_kind(self.kind)
         self.bound_size = check_bound_size(self.bound_size, self.page_size)
+
+
+@dataclass
+class PageskipPolicy(SummaryPolicy):
+    """The pages with the highest score: by default the bound on q.k (Quest, arXiv 2406.10774), the largest over the group's query heads.
+
+    group: as ``page_scores`` takes it, but for "none".
+    """
+
+    group: str = "max"
+
+    name = "pageskip"
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.group not in GROUPS or self.group == "none":
             raise ValueError(f"group must be one of {GROUPS[:-1]}, since a KV head has one list, got {self.group!r}.")
 
     def score(self, q, keys, summary):
         return page_scores(q, summary(kind=self.kind, bound_size=self.bound_size), group=self.group)
+
+
+@dataclass
+class AdaptivePolicy(SummaryPolicy):
+    """Every page that seems to hold at least ``least`` of the attention, up to the budget: heads that look in one place read little.
+
+    least: 0 to 1. What a page seems to hold is the softmax over pages of its score / sqrt(D), averaged over the group's query heads. The
+    score bounds the best key, so these are guesses: good for telling a flat head from a peaked one, not for keeping a promised share.
+    So ``least`` is tuned for the bytes that a step may read on average; ``budget`` caps every KV head's list, forced pages included.
+    """
+
+    least: float = 1 / 256
+
+    name = "adaptive"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0.0 <= self.least <= 1.0:
+            raise ValueError(f"least must be a share of the attention, 0 to 1, got {self.least}.")
+
+    def score(self, q, keys, summary):
+        shares = page_scores(q, summary(kind=self.kind, bound_size=self.bound_size), group="softmax_sum") / (q.shape[1] // keys.shape[1])
+        return shares.masked_fill(shares < self.least, float("-inf"))
 
 
 class WindowPolicy(Policy):
@@ -108,4 +141,4 @@ class RandomPolicy(Policy):
         return torch.rand(self.pages_of(keys), generator=self._generator).to(keys.device)
 
 
-POLICIES = {policy.name: policy for policy in (FullPolicy, PageskipPolicy, WindowPolicy, RandomPolicy)}
+POLICIES = {policy.name: policy for policy in (FullPolicy, PageskipPolicy, AdaptivePolicy, WindowPolicy, RandomPolicy)}
