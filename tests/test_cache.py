@@ -163,3 +163,203 @@ TestCache.settings = settings(max_examples=60, stateful_step_count=25, deadline=
 
 TestInterpretedCache = pytest.mark.skipif(not runtime.INTERPRETED, reason="needs Triton's interpreter")(InterpretedCacheMachine.TestCase)
 TestInterpretedCache.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
+
+
+# --- one thing at a time -------------------------------------------------------------------------------------------------
+
+
+@each_backend_and_dtype
+@pytest.mark.parametrize("kind", ["minmax8", "minmax"])
+def test_one_by_one_across_page_boundaries_equals_a_rebuild(backend, dtype, kind, device):
+    """Cases G1 and G3: after every token, heads and dims that are no powers of two, and a score sees the token that was just appended."""
+    cache = make_cache(pool=9, kv_heads=3, dim=80, dtype=dtype, kind=kind, device=device, backend=backend)
+    known = [tuple(x[0] for x in tokens((1, 3, length, 80), row, cache)) for row, length in enumerate((0, 15, 30))]
+    for row, (keys, values) in enumerate(known):
+        cache.append(keys[None], values[None], rows=[row])
+    for step in range(18):
+        q, (k_new, v_new) = randn(3, 6, 80, seed=99, dtype=dtype, device=device), one_token(cache, 10 + step)
+        cache.append(k_new, v_new)
+        known = [(torch.cat([keys, k[:, None]], 1), torch.cat([values, v[:, None]], 1)) for (keys, values), k, v in zip(known, k_new, v_new)]
+        assert_holds(cache, *zip(*known))
+        score = page_scores(q, cache.summary, group="none", backend=backend)
+        for row, (keys, _) in enumerate(known):
+            best = reference.best_key(q[row : row + 1], keys[None], PAGE)
+            bound = score[row, :, : best.shape[2]].cpu()
+            assert (bound >= best[0] - 1e-3).all() and (score[row, :, best.shape[2] :] == -float("inf")).all()
+
+
+@each_backend
+def test_many_at_once_equals_one_by_one(backend, device):
+    """Case K5: the end of a page that was begun, whole pages, and the beginning of the next, for rows of different lengths at once."""
+    whole, single = (make_cache(pool=12, row_pages=5, device=device, backend=backend, kind="minmax", shuffle=n) for n in (0, 1))
+    for cache in (whole, single):
+        cache.append(*tokens((2, 2, 5, 64), 0, cache), rows=[2, 0])
+        cache.append(*tokens((1, 2, 16, 64), 1, cache), rows=[0])
+    for row, count in ((2, 1), (0, 50), (2, 43), (1, 16)):
+        k_new, v_new = tokens((1, 2, count, 64), count, whole)
+        whole.append(k_new, v_new, rows=[row])
+        for n in range(count):
+            single.append(k_new[:, :, n], v_new[:, :, n], rows=[row])
+    assert whole.host_lengths == single.host_lengths == [71, 16, 49]
+    keys, values = zip(*[(k[:, :length], v[:, :length]) for k, v, length in zip(*single.view(), single.host_lengths)])
+    for cache in (whole, single):
+        assert_holds(cache, keys, values)
+
+
+@each_backend
+def test_rows_that_are_left_out_stay_as_they_are(backend, device):
+    """Rows in any order, with gaps; not even the summary of a row that is not named is written to."""
+    cache = make_cache(device=device, backend=backend)
+    cache.append(*tokens((3, 2, 20, 64), 0, cache))
+    before = [tensor[1].clone() for tensor in (cache.table, cache.lengths, *cache.summary.fields.values(), *cache._exact)]
+    k_new, v_new = one_token(cache, 1, rows=[2, 0])
+    cache.append(k_new, v_new, rows=[2, 0])
+    assert cache.lengths.tolist() == [21, 20, 21]
+    k, v = cache.view()
+    for n, row in enumerate((2, 0)):
+        assert same_bits(k[row, :, 20], k_new[n]) and same_bits(v[row, :, 20], v_new[n])
+    after = [tensor[1] for tensor in (cache.table, cache.lengths, *cache.summary.fields.values(), *cache._exact)]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after))
+
+
+@each_backend
+def test_a_shared_page_is_copied_by_whoever_writes_first(backend, device):
+    """Whole pages stay shared, the last partial one is copied once, and a row that was cut back into a shared page copies that one."""
+    cache = make_cache(device=device, backend=backend)
+    k, v = (x[0] for x in tokens((1, 2, 40, 64), 0, cache))
+    cache.append(k[None], v[None], rows=[0])
+    cache.fork(0, 2)
+    assert cache.free_pages == POOL - 3 and cache.table[0].tolist() == cache.table[2].tolist()
+    k_new, v_new = one_token(cache, 1, rows=[0, 2])
+    cache.append(k_new, v_new, rows=[0, 2])
+    assert cache.free_pages == POOL - 4 and (cache.table[0] == cache.table[2]).tolist() == [True, True, False, True]
+    none = k[:, :0]
+    assert_holds(cache, *([torch.cat([x, new[0, :, None]], 1), none, torch.cat([x, new[1, :, None]], 1)] for x, new in ((k, k_new), (v, v_new))))
+    cache.truncate([41, 0, 20])
+    assert cache.free_pages == POOL - 3
+    cache.append(k_new[1:], v_new[1:], rows=[2])
+    assert cache.free_pages == POOL - 4 and (cache.table[0] == cache.table[2]).tolist() == [True, False, False, True]
+    assert_holds(
+        cache, *([torch.cat([x, new[0, :, None]], 1), none, torch.cat([x[:, :20], new[1, :, None]], 1)] for x, new in ((k, k_new), (v, v_new)))
+    )
+    cache.free(0)
+    assert cache.free_pages == POOL - 2  # what row 2 shares with nobody now is still its own
+
+
+@each_backend
+def test_out_of_room_nothing_is_lost(backend, device):
+    """A row that is full, a pool that is empty, and one that has pages for some rows only; also for the copy of a shared page."""
+    cache = make_cache(pool=5, device=device, backend=backend)
+    cache.append(*tokens((1, 2, 64, 64), 0, cache), rows=[0])
+    cache.append(*tokens((1, 2, 16, 64), 1, cache), rows=[1])
+    state = lambda: [x.clone() for x in (cache.k, cache.v, cache.table, cache.lengths, *cache.summary.fields.values(), *cache._exact)]  # noqa: E731
+    before, books = state(), (list(cache._free), list(cache._owners), list(cache.host_lengths))
+    for rows, message in (([0], "Row 0 holds 64 of at most 64 tokens"), ([1, 2], "5 pages|0 free pages of 5, and 2 are needed"), ([2], "1 are needed")):
+        with pytest.raises(CacheFull, match=message):
+            cache.append(*one_token(cache, 2, rows), rows=rows)
+    cache.fork(1, 2)
+    cache.truncate([64, 16, 10])
+    with pytest.raises(CacheFull, match="0 free pages of 5, and 1 are needed"):
+        cache.append(*one_token(cache, 2, [2]), rows=[2])
+    cache.free(2)
+    assert (cache._free, cache._owners, cache.host_lengths) == books
+    assert all(torch.equal(a[:2].nan_to_num(), b[:2].nan_to_num()) for a, b in zip(before, state()))
+    cache.truncate([48, 16, 0])
+    cache.append(*one_token(cache, 2, [1]), rows=[1])
+    assert cache.host_lengths == [48, 17, 0]
+
+
+@each_backend
+def test_channels_are_sized_by_what_a_row_begins_with(backend, device):
+    """And not by what another sequence left in that row: bits must not depend on who was there before."""
+    cache = make_cache(rows=2, device=device, backend=backend)
+    k, v = tokens((1, 2, 20, 64), 0, cache)
+    k[..., ::2] *= 2.0**-6
+    for _ in range(2):
+        cache.append(k, v, rows=[1])
+        expected = summarize_pages(k, PAGE, kind="minmax8").channel
+        assert same_bits(cache.summary.channel[1:], expected) and len(expected.unique()) > 2
+        cache.append(*one_token(cache, 1, [1]), rows=[1])
+        assert same_bits(cache.summary.channel[1:], expected)
+        cache.free(1)
+        assert (cache.summary.channel == 1).all()
+    cache.append(*one_token(cache, 1, [1]), rows=[1])
+    assert (cache.summary.channel == 1).all()
+
+
+def test_bad_input_is_refused_before_anything_changes(device):
+    cache = make_cache(device=device)
+    k, v = one_token(cache, 0)
+    for given, message in (
+        (dict(k_new=k[:2], v_new=v), r"k_new must have shape \[3, 2, 64\] or \[3, 2, n, 64\], got \[2, 2, 64\]"),
+        (dict(k_new=k, v_new=v[:, :, None]), "v_new must have k_new's shape"),
+        (dict(k_new=k, v_new=v.half()), "v_new must have the cache's dtype"),
+        (dict(k_new=None, v_new=v), "k_new must be a torch tensor"),
+        (dict(k_new=k, v_new=v, rows=[0, 1, 1]), "Rows must be different ints from 0 to 2"),
+        (dict(k_new=k, v_new=v, rows=[0, 1, 3]), "Rows must be different ints from 0 to 2"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            cache.append(given.pop("k_new"), given.pop("v_new"), **given)
+    cache.append(k, v)
+    for lengths in ([1, 1], [1, 1, 2], [1, -1, 0], [1, 1, True]):
+        with pytest.raises(ValueError, match="lengths must"):
+            cache.truncate(lengths)
+    with pytest.raises(ValueError, match="target must be an empty row, but row 1 holds 1 tokens"):
+        cache.fork(0, 1)
+    with pytest.raises(ValueError, match="Rows must be different"):
+        cache.free(-1)
+    assert cache.host_lengths == cache.lengths.tolist() == [1, 1, 1]
+    for wrong in (dict(pool=0), dict(dim=65), dict(page_size=24), dict(kind="mean"), dict(dtype=torch.float64), dict(rows=1.0)):
+        with pytest.raises((ValueError, TypeError), match="must be"):
+            make_cache(**wrong)
+
+
+def test_tokens_of_any_strides(device):
+    """What a projection returns is a transposed view."""
+    cache, plain = (make_cache(device=device, backend=backend) for backend in ("auto", "torch"))
+    k, v = (x.transpose(0, 1) for x in tokens((2, 3, 64), 0, cache))
+    cache.append(k, v)
+    plain.append(k.contiguous(), v.contiguous())
+    for mine, other in zip(cache.view(), plain.view()):
+        assert same_bits(mine[:, :, :1], other[:, :, :1])
+
+
+@pytest.mark.gpu
+def test_an_append_never_waits_for_the_gpu(device):
+    """Case E5: PyTorch raises at each synchronisation, whether pages are taken, copied, shared, cut off or freed."""
+    cache = make_cache(pool=40, row_pages=8, dtype=torch.float16, device=device, backend="auto")
+    one, many = one_token(cache, 0), tokens((3, 2, 20, 64), 1, cache)
+
+    def everything():
+        for _ in range(20):
+            cache.append(*one)
+        cache.append(one[0][:2], one[1][:2], rows=[2, 0])
+        cache.append(*many)
+        cache.free(2)
+        cache.fork(0, 2)
+        cache.append(*one)
+        cache.truncate([30, 16, 0])
+        cache.truncate([0, 0, 0])
+
+    everything()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+def test_a_pool_beyond_2_to_31_elements(device):
+    """Case B1: a page number times the page's size passes 2^31 (vllm-project/vllm#47671)."""
+    if torch.cuda.mem_get_info()[0] < 12e9:
+        pytest.skip("needs 12 GB of free GPU memory")
+    cache = PagedKVCache(33000, 8, 128, rows=1, row_pages=2, dtype=torch.float16, device=device)
+    assert cache.k.numel() > 2**31
+    cache._free.reverse()
+    k, v = tokens((1, 8, 128), 0, cache)
+    cache.append(k, v)
+    assert cache.table[0, 0] == 32999
+    assert same_bits(cache.k[32999, :, 0], k[0]) and same_bits(cache.view()[1][:, :, 0], v)
