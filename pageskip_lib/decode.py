@@ -2,16 +2,17 @@
 
 What changes from step to step (lengths, summaries, page lists) stays on the device, and no shape and no launch depends on it.
 So a step that was captured once can be replayed at every length that the cache has room for. With 8-bit bounds it is four launches: append
-and score, select, attend, merge. On a GPU that can launch a kernel before the one it depends on has ended, all but the first are launched
-so: each is set up while its forerunner runs, and then waits for its end.
+and score, select, attend, merge. A step that reads everything is two: attend, and merge and append. On a GPU that can launch a kernel before
+the one it depends on has ended, all but the first are launched so: each is set up while its forerunner runs, and then waits for its end.
 """
 
 import torch
 
 from .bounds8 import PART, ScoreLaunch, quantized, score_row8
 from .cache import CacheFull
-from .checks import check_attention, check_lengths, check_page_size, check_tensor, page_count, shape_of
-from .dense import decode_workspace, dense_decode
+from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
+from .dense import decode_workspace, dense_decode, launch_dense
+from .merge import merge_blocks, merge_row
 from .runtime import card, resolve_backend, tl, triton
 from .scores import page_scores
 from .selection import Budget, empty_list, launch_select, select_pages
@@ -23,9 +24,9 @@ from .summaries import PageSummary, extend_summary, extend_summary_torch, summar
 def append_token(
     sequence, k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
     k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
-    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, WAIT: tl.constexpr = False,
 ):  # fmt: skip
-    """Append one sequence's token for all KV heads, and write its new length to after_ptr.
+    """Append one sequence's token for all KV heads, and write its new length to after_ptr; WAIT: when the kernel before has ended.
 
     kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high and scale.
     """
@@ -45,6 +46,8 @@ def append_token(
         key, batch, head, dims, (head < kv_heads) & (position < tokens), position, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
         kv_heads, pages, KIND, PAGE, D,
     )  # fmt: skip
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
     tl.store(after_ptr + batch, tl.minimum(position + 1, tokens))
 
 
@@ -93,12 +96,38 @@ def _append_and_score_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _merge_and_append_kernel(
+    outs, lses, out, lse, rows, splits, merged,
+    k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, MERGE_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Some programs merge; the others append, beside an attention that reads below the old lengths, and the new token where it was given."""
+    if tl.program_id(0) < merged:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
+        merge_row(outs, lses, out, lse, rows, splits, D, BLOCK_S, MERGE_D)
+    elif tl.program_id(1) == 0:
+        append_token(
+            tl.program_id(0) - merged, k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
+            lengths_ptr, after_ptr, k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+            KIND, PAGE, D, BLOCK_H, BLOCK_D, DEPENDENT,
+        )  # fmt: skip
+
+
 def _append_torch(k_new, v_new, k, v, summary, exact, lengths):
     """PyTorch path of the append, on the device as well."""
     row, position = torch.arange(len(lengths), device=lengths.device), lengths.long()
     k[row, :, position], v[row, :, position] = k_new, v_new
     extend_summary_torch(k_new, row, position, summary, exact)
     lengths += 1
+
+
+def merging_warps(block_h, block_d):
+    """Warps of a program that merges or appends: one is soonest done with a merge, but must hold a token of all KV heads."""
+    return max(1, min(8, block_h * block_d // 1024))
 
 
 def break_even(k, budget, page_size, card):
@@ -186,6 +215,8 @@ class DecodeStep:
         """One step on what q, k_new and v_new hold."""
         selects = self.selects if selects is None else selects
         same = dict(lengths=self.lengths, scale=self.scale, workspace=self.workspace, backend=self.backend)
+        if not selects and self.backend == "triton":
+            return self._attend_and_append()
         if selects and self.backend == "triton" and self.kind == "minmax8" and self.group in ("max", "sum") and self.q.shape[1] <= PART * self.k.shape[1]:
             pages = self._append_and_select()
             return sparse_decode(self.q, self.k, self.v, pages, page_size=self.page_size, **same)
@@ -210,6 +241,24 @@ class DecodeStep:
         )  # fmt: skip
         options = dict(KIND=self.kind, PAGE=self.page_size, D=dim, BLOCK_H=triton.next_power_of_2(kv_heads))
         return arguments, options | dict(DEPENDENT=card(self.k.device).dependent_launch)
+
+    def _attend_and_append(self):
+        """Attention over everything, in which nobody waits for the append: it rides with the merge."""
+        k, v = self.k[:, :, : self.dense_up_to], self.v[:, :, : self.dense_up_to]
+        scale = check_scale(self.scale, k.shape[3])
+        workspace, splits = launch_dense(self.q, k, v, self.lengths, scale, None, self.workspace, self.k_new, self.v_new)
+        arguments, options = self._appending(self.lengths)
+        batch, heads, dim = self.q.shape
+        rows = batch * heads
+        merged = rows if splits > 1 else 0  # one split has written the result itself
+        block_s, merge_d = merge_blocks(splits)
+        block_d = triton.next_power_of_2(dim)
+        _merge_and_append_kernel[(merged + batch, triton.cdiv(dim, merge_d))](
+            *workspace.partials(splits), workspace.out, workspace.lse, rows, splits, merged, *arguments, **options,
+            BLOCK_D=block_d, BLOCK_S=block_s, MERGE_D=merge_d, num_warps=merging_warps(options["BLOCK_H"], block_d),
+            **(dict(launch_pdl=True) if options["DEPENDENT"] else {}),
+        )  # fmt: skip
+        return workspace.out
 
     def _append_and_select(self):
         """Append and score in one launch, select in the next: nobody waits for the append."""

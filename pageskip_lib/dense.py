@@ -20,7 +20,7 @@ PROGRAM_TILES = 2  # to start a program and to end it costs about what two more 
 
 @triton.jit
 def _dense_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, outs_ptr, lses_ptr,
+    q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, lengths_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
     tokens, rows, kv_heads, splits, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -40,6 +40,10 @@ def _dense_kernel(
     q = tl.load(q_ptr + batch * q_batch + heads[:, None] * q_head + dims[None, :], mask=live[:, None] & in_head, other=0.0)
 
     length = valid_length(lengths_ptr, batch, tokens)
+    newest = length
+    if k_new_ptr is not None:
+        length = tl.minimum(length + 1, tokens)
+    given = (batch * kv_heads + head) * D
 
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -49,12 +53,23 @@ def _dense_kernel(
         token = tile * TILE + tl.arange(0, TILE)
         valid = token < length
         at = token.to(tl.int64)[:, None]
-        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        key_at = k_ptr + batch * k_batch + head * k_head + at * k_token
+        value_at = v_ptr + batch * v_batch + head * v_head + at * v_token
+        if k_new_ptr is not None:  # the newest token is read where it was given: nobody waits until it is in the cache
+            key_at = tl.where(token[:, None] == newest, k_new_ptr + given, key_at)
+            value_at = tl.where(token[:, None] == newest, v_new_ptr + given, value_at)
+        keys = tl.load(key_at + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(value_at + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
 
     out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
     store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
+
+
+def programs_of(rows, sms, per_sm):
+    """How many programs an SM may run: from the fewest that keep it busy to three more, since of many more the last would run alone."""
+    fewest = max(per_sm, -(-rows // sms))
+    return range(fewest, fewest + 4)
 
 
 @lru_cache
@@ -70,9 +85,7 @@ def choose_splits(rows, tokens, sms, per_sm, tile):
         programs = -(-rows * splits // sms)  # on the busiest SM
         return programs * (PROGRAM_TILES + -(-tiles // splits))
 
-    fewest = max(per_sm, -(-rows // sms))
-    # Not many more than the fewest: they could not all be on their SM at once, and the last of them would run there alone.
-    filling = [max(1, min(tiles, programs * sms // rows)) for programs in range(fewest, fewest + 4)]
+    filling = [max(1, min(tiles, programs * sms // rows)) for programs in programs_of(rows, sms, per_sm)]
     return min([1, *filling], key=cost)  # of equals the first: fewer splits, fewer partial results
 
 
@@ -107,11 +120,16 @@ def launch_shape(q, k, card, tokens):
     )  # fmt: skip
 
 
-def splits_for(q, k, card, shape, tokens):
-    """The splits of a launch with this ``launch_shape`` over ``tokens`` tokens of each KV head."""
+def wanted_programs(k, card, shape):
+    """The fewest programs of this ``launch_shape`` that keep enough bytes in flight into an SM, as far as they fit."""
     in_flight = max(1, shape["num_stages"] - 1) * shape["TILE"] * 2 * shape["BLOCK_D"] * k.element_size()
     resident = max(1, card.shared_bytes // (in_flight + 4096))
-    return choose_splits(max(1, k.shape[0] * k.shape[1]), tokens, card.sms, min(resident, -(-IN_FLIGHT // in_flight)), shape["TILE"])
+    return min(resident, -(-IN_FLIGHT // in_flight))
+
+
+def splits_for(k, card, shape, tokens):
+    """The splits of a launch with this ``launch_shape`` over ``tokens`` tokens of each KV head."""
+    return choose_splits(max(1, k.shape[0] * k.shape[1]), tokens, card.sms, wanted_programs(k, card, shape), shape["TILE"])
 
 
 def attend_prefix(q, k, v, scale):
@@ -126,9 +144,29 @@ def attend_prefix(q, k, v, scale):
 
 def decode_workspace(q, k):
     """A ``Workspace`` for ``dense_decode`` and ``sparse_decode`` calls with tensors shaped like q [B, Hq, D] and k [B, Hkv, T, D]."""
+    this_card, rows, tokens = card(q.device), max(1, k.shape[0] * k.shape[1]), max(1, k.shape[2])
+    # Calls that read a part of the cache or a page list may narrow the tile, and so split further than a call that reads everything.
+    shapes = [launch_shape(q, k, this_card, tokens >> halvings) for halvings in range(tokens.bit_length())]
+    programs = [programs_of(rows, this_card.sms, wanted_programs(k, this_card, shape))[-1] for shape in shapes]
+    return Workspace(q, max(1, *(min(-(-tokens // shape["TILE"]), most * this_card.sms // rows) for shape, most in zip(shapes, programs))))
+
+
+def launch_dense(q, k, v, lengths, scale, splits, workspace, k_new=None, v_new=None):
+    """Stage one. Returns (workspace, splits) for stage two.
+
+    k_new, v_new: contiguous [B, Hkv, D], one more token of each sequence that is not yet in the cache and not counted in lengths.
+    """
+    batch, kv_heads, tokens, _ = k.shape
     this_card = card(q.device)
-    shorter = [max(1, k.shape[2] >> halvings) for halvings in range(k.shape[2].bit_length() + 1)]  # page lists read fewer tokens
-    return Workspace(q, max(splits_for(q, k, this_card, launch_shape(q, k, this_card, tokens), tokens) for tokens in shorter))
+    shape = launch_shape(q, k, this_card, None if splits else tokens)
+    splits = splits or splits_for(k, this_card, shape, tokens)
+    workspace = workspace_for(q, splits, workspace)
+    _dense_kernel[(splits, batch * kv_heads)](
+        q, k, v, k_new, v_new, lengths, *workspace.partials(splits),
+        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+        tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **shape,
+    )  # fmt: skip
+    return workspace, splits
 
 
 def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=None, backend="auto", return_lse=False):
@@ -160,14 +198,6 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
             if length > 0:
                 out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
     else:
-        this_card = card(q.device)
-        shape = launch_shape(q, k, this_card, None if splits else tokens)
-        splits = splits or splits_for(q, k, this_card, shape, tokens)
-        workspace = workspace_for(q, splits, workspace)
-        _dense_kernel[(splits, batch * kv_heads)](
-            q, k, v, lengths, *workspace.partials(splits),
-            q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-            tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **shape,
-        )  # fmt: skip
+        workspace, splits = launch_dense(q, k, v, lengths, scale, splits, workspace)
         out, lse = workspace.merge(splits)
     return (out, lse) if return_lse else out

@@ -17,9 +17,8 @@ def merge_blocks(splits):
 
 
 @triton.jit
-def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
+def merge_row(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Merge the splits of one row (a query head of a sequence), BLOCK_D dims of it: row and dims by the program's ids."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     # Each lane of the block runs a softmax of its own over every BLOCK_S-th split; a fixed block, so that empty splits change no bit.
@@ -46,6 +45,13 @@ def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: 
     nonzero = tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + dims, tl.sum(acc * shrink[:, None], axis=0) / nonzero, mask=dims < D)
     tl.store(lse + row, tl.where(total == 0.0, float("-inf"), pivot + tl.log(nonzero)), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
+    merge_row(outs, lses, out, lse, rows, splits, D, BLOCK_S, BLOCK_D)
 
 
 def empty_result(q):

@@ -143,7 +143,7 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, worksp
         this_card = card(q.device)
         most = min(capacity * page_size, tokens)
         shape = launch_shape(q, k, this_card, most)
-        splits = splits_for(q, k, this_card, shape, most)
+        splits = splits_for(k, this_card, shape, most)
         workspace = workspace_for(q, splits, workspace)
         _sparse_kernel[(splits, batch * kv_heads)](
             q, k, v, lengths, page_numbers, pages.counts.contiguous(), *workspace.partials(splits),

@@ -63,6 +63,7 @@ KERNELS = {
     "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
     "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
     "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
+    "newest": dense._dense_kernel, "merge+append": decode._merge_and_append_kernel,
 }  # fmt: skip
 INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
 CODES = ("low_ptr", "high_ptr", "s_low_ptr", "s_high_ptr")
@@ -127,11 +128,14 @@ def launches(target, everything=False):
     """Every launch to compile for a target, once: (target, kernel, dtype, constants and options of the launch)."""
     card, found = card_of(target), []
     early = dict(launch_pdl=True) if card.dependent_launch else {}
+    cached = dict(k_new_ptr=None, v_new_ptr=None)  # the newest token like the others; a step gives it apart
     for dtype, dim, group, rows, page in attention_cells(everything):
         q, k = torch.empty(rows, group, dim, dtype=dtype, device="meta"), torch.empty(rows, 1, 64, dim, dtype=dtype, device="meta")
         for tokens in (LONG, SHORT) if everything or (dtype, dim, group, rows) == (torch.float16, 96, 6, FEW_ROWS) else (LONG,):
-            options = early if page else {}
-            found.append((target, "sparse" if page else "dense", dtype, dense.launch_shape(q, k, card, tokens) | page | options))
+            shape = dense.launch_shape(q, k, card, tokens)
+            found.append((target, "sparse", dtype, shape | page | early) if page else (target, "dense", dtype, shape | cached))
+            if not page and (everything or (dtype, rows) == (torch.float16, FEW_ROWS)):
+                found.append((target, "newest", dtype, shape))
     blocks = dict(zip(("BLOCK_S", "BLOCK_D"), merge.merge_blocks(32)), DEPENDENT=card.dependent_launch, num_warps=1)
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
@@ -161,7 +165,12 @@ def launches(target, everything=False):
         blocks = dict(BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim), DEPENDENT=card.dependent_launch)
         unused = dict.fromkeys(("low_ptr", "high_ptr", "scale_ptr", "channel_ptr"))
         for kind in ("minmax8", "minmax"):
-            found.append((target, "append", dtype, dict(KIND=kind, PAGE=64, D=dim) | blocks | (unused if kind == "minmax" else {})))
+            constants = dict(KIND=kind, PAGE=64, D=dim) | blocks | (unused if kind == "minmax" else {})
+            found.append((target, "append", dtype, constants))
+            for splits in (2, 32):
+                block_s, merge_d = merge.merge_blocks(splits)
+                merging = dict(BLOCK_S=block_s, MERGE_D=merge_d, num_warps=decode.merging_warps(blocks["BLOCK_H"], blocks["BLOCK_D"]))
+                found.append((target, "merge+append", dtype, constants | merging | early))
     return list({str(launch): launch for launch in found}.values())
 
 

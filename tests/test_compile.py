@@ -75,7 +75,10 @@ def test_every_launch_of_the_enumeration_was_compiled(rows):
         assert {row["BLOCK_N"] * row["PER_PAGE"] for row in scored} == {64, 32} | widest  # entries of a program, down to the fewest
         assert {row["PER_PAGE"] for row in scored} == {1, 8} | widest
         assert {row["SIZE"] for row in here if row["kernel"] == "summary"} == {8, 64, 128}
-        assert {row["BLOCK_H"] for row in here if row["kernel"] == "append"} == {8, 32}
+        kept = {("minmax8", 8), ("minmax8", 32), ("minmax", 8), ("minmax", 32)}
+        for kernel in ("append", "merge+append"):
+            assert {(row["KIND"], row["BLOCK_H"]) for row in here if row["kernel"] == kernel} == kept
+        assert {(row["BLOCK_D"], row["BLOCK_G"]) for row in here if row["kernel"] == "newest"} == {shape[1:] for shape in halves}
 
 
 def test_launches_fit_the_shared_memory_of_their_card(rows):
@@ -101,8 +104,9 @@ def test_loads_stay_in_flight(attention):
     assert all(row["num_stages"] >= 3 for row in usual if row["dtype"] == "fp16" and row["BLOCK_D"] <= 128)
 
 
-def test_the_sparse_kernel_loads_as_far_ahead_as_the_dense_one(attention):
+def test_every_attention_kernel_loads_as_far_ahead_as_the_dense_one(rows):
     """Tiles on their way in lie in shared memory, so the twin of a dense launch must take no less of it."""
     shape = ("target", "dtype", "D", "G", "TILE", "num_warps", "num_stages")
-    dense = {tuple(row[name] for name in shape): row["shared"] for row in attention if row["kernel"] == "dense"}
-    assert [row for row in attention if row["kernel"] == "sparse" and row["shared"] < dense[tuple(row[name] for name in shape)]] == []
+    dense = {tuple(row[name] for name in shape): row["shared"] for row in rows if row["kernel"] == "dense"}
+    twins = [row for row in rows if row["kernel"] in ("sparse", "newest")]
+    assert [row for row in twins if row["shared"] < dense[tuple(row[name] for name in shape)]] == []

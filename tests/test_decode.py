@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pageskip_lib import Budget, CacheFull, PageSummary, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
-from pageskip_lib import bounds8, decode, runtime
+from pageskip_lib import bounds8, decode, dense, runtime
 from pageskip_lib.decode import DecodeStep
+from pageskip_lib.merge import Workspace
 
 from helpers import each_backend, int32, randn, same_bits
 
@@ -29,6 +30,12 @@ def token(step, seed):
     """q, k_new, v_new for one call."""
     shapes = (step.q.shape, step.k_new.shape, step.v_new.shape)
     return [randn(*shape, seed=seed * 10 + n, dtype=step.q.dtype, device=step.q.device) for n, shape in enumerate(shapes)]
+
+
+def poison_past(step):
+    """NaN in the cache past the lengths."""
+    for row, length in enumerate(step.lengths.tolist()):
+        step.k[row, :, length:] = step.v[row, :, length:] = float("nan")
 
 
 def rebuilt(step):
@@ -78,6 +85,26 @@ def test_a_cache_within_the_budget_is_read_whole(backend, device):
         if not selects:
             k, v = step.k[:, :, : step.dense_up_to], step.v[:, :, : step.dense_up_to]
             assert same_bits(out, dense_decode(q, k, v, lengths=step.lengths, backend=backend))
+
+
+@pytest.mark.parametrize("kind", ["minmax8", "minmax"])
+@pytest.mark.parametrize("splits", [1, 3, 9])
+def test_reading_everything_does_not_wait_for_the_append(splits, kind, device):
+    """Case F4 again, with and without a merge: the token that attention took from the caller is in the cache and in the summaries after the call."""
+    with mock.patch.object(dense, "choose_splits", lambda *shape: splits):
+        step = make_step([0, 15, 130], budget=Budget(pages=16), device=device, backend="triton", kind=kind)
+        step.workspace = Workspace(step.q, splits)
+        for n in range(3):
+            q, k_new, v_new = token(step, n)
+            poison_past(step)
+            out = step(q, k_new, v_new)
+            assert same_bits(out, dense_decode(q, step.k, step.v, lengths=step.lengths, backend="triton"))
+            assert step.lengths.tolist() == [n + 1, n + 16, n + 131]
+            truth = rebuilt(step).fields
+            assert all(torch.equal(step.summary.fields[name][row, :, :held], truth[name][row, :, :held])
+                for name in truth if name != "channel" for row, held in enumerate((1, 2, 9)))  # fmt: skip
+            for row, length in enumerate(step.lengths.tolist()):
+                assert torch.equal(step.k[row, :, length - 1], k_new[row]) and torch.equal(step.v[row, :, length - 1], v_new[row])
 
 
 @each_backend

@@ -1,5 +1,7 @@
 """`dense_decode` against fp64 attention: edges, padding, strides, splits, groups, head dims, and what it writes where."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -298,7 +300,7 @@ def test_more_rows_than_sms_get_two_programs_to_an_sm():
     for rows, tile in ((132, 128), (256, 64)):
         q, k = torch.empty(rows, 4, 128, dtype=torch.float16), torch.empty(1, 1, 1, 128, dtype=torch.float16).expand(rows, 1, 4096, 128)
         shape = dense.launch_shape(q, k, card, 4096)
-        assert shape["TILE"] == tile and dense.splits_for(q, k, card, shape, 4096) == 1
+        assert shape["TILE"] == tile and dense.splits_for(k, card, shape, 4096) == 1
 
 
 def test_a_workspace_holds_the_result_until_the_next_call(device):
@@ -404,3 +406,14 @@ def test_many_splits_on_the_gpu(splits, device):
     """Most of them empty, and the merge has to hold them all."""
     q, k, v = make_qkv(1, 2, 1, 5000, 128, dtype=torch.float16, device=device)
     assert_is_attention(attend(q, k, v, splits=splits), q, k, v)
+
+
+def test_a_workspace_fits_every_shorter_call(monkeypatch):
+    """Whatever part of the cache a later call reads, a prefix or a page list, it makes no more splits than there is scratch for."""
+    for sms, shared, batch, kv_heads, dim in itertools.product((46, 82, 132, 170), (99 * 1024, 227 * 1024), (1, 3, 8, 64), (1, 2, 8), (64, 128)):
+        card = runtime.Card("", sms=sms, l2_bytes=0, shared_bytes=shared, dependent_launch=True)
+        monkeypatch.setattr(dense, "card", lambda device, card=card: card)
+        q, k = (torch.empty(batch, *rest, dim, dtype=torch.float16, device="meta") for rest in ((6 * kv_heads,), (kv_heads, 65536)))
+        most = dense.decode_workspace(q, k).splits
+        for tokens in (1, 100, 700, 2900, 3000, 12345, 20000, 50000, 65536):
+            assert dense.splits_for(k, card, dense.launch_shape(q, k, card, tokens), tokens) <= most
