@@ -193,7 +193,7 @@ class PagedKVCache:
                     copying.append(row)
         needed = len(copying) + sum(pages - len(self._pages[row]) for row, pages in after.items())
         if needed > len(self._free):
-            raise CacheFull(f"The pool has {len(self._free)} free pages of {len(self._owners)}, and {needed} are needed; nothing was appended.")
+            raise CacheFull(f"The pool has {len(self._free)} free pages of {len(self._owners)} and this takes {needed}; nothing was appended.")
         changed = []  # (place in the table, page)
         for row in copying:
             old, new = self._pages[row].pop(), self._take(row, changed)

@@ -254,12 +254,12 @@ def test_out_of_room_nothing_is_lost(backend, device):
     cache.append(*tokens((1, 2, 16, 64), 1, cache), rows=[1])
     state = lambda: [x.clone() for x in (cache.k, cache.v, cache.table, cache.lengths, *cache.summary.fields.values(), *cache._exact)]  # noqa: E731
     before, books = state(), (list(cache._free), list(cache._owners), list(cache.host_lengths))
-    for rows, message in (([0], "Row 0 holds 64 of at most 64 tokens"), ([1, 2], "5 pages|0 free pages of 5, and 2 are needed"), ([2], "1 are needed")):
+    for rows, message in (([0], "Row 0 holds 64 of at most 64 tokens"), ([1, 2], "0 free pages of 5 and this takes 2"), ([2], "this takes 1")):
         with pytest.raises(CacheFull, match=message):
             cache.append(*one_token(cache, 2, rows), rows=rows)
     cache.fork(1, 2)
     cache.truncate([64, 16, 10])
-    with pytest.raises(CacheFull, match="0 free pages of 5, and 1 are needed"):
+    with pytest.raises(CacheFull, match="0 free pages of 5 and this takes 1"):
         cache.append(*one_token(cache, 2, [2]), rows=[2])
     cache.free(2)
     assert (cache._free, cache._owners, cache.host_lengths) == books
