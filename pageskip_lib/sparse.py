@@ -48,14 +48,13 @@ def _sparse_kernel(
     for tile in range(split, tl.cdiv(count * PAGE, TILE), splits):
         token = page * PAGE + (tile * TILE + tl.arange(0, TILE)) % PAGE
         valid = (entry < count) & (page >= 0) & (token < length)
+        entry = ((tile + splits) * TILE + tl.arange(0, TILE)) // PAGE
+        page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
         if table_ptr is None:
             part, at = batch, token.to(tl.int64)[:, None]
         else:
             valid = valid & (home >= 0)
             part, at = home.to(tl.int64)[:, None], (token % PAGE).to(tl.int64)[:, None]
-        entry = ((tile + splits) * TILE + tl.arange(0, TILE)) // PAGE
-        page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
-        if table_ptr is not None:
             home = tl.load(table_ptr + page, mask=(page >= 0) & (page * PAGE < length), other=-1)
         keys = tl.load(k_ptr + part * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         values = tl.load(v_ptr + part * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)

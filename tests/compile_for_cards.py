@@ -17,7 +17,7 @@ of 16 elements, lengths and row budgets as given, splits as more than one, rows 
 summaries are launched on tensors without memory, and what they hand to their kernels is noted down. What is left out
 without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
 ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; the
-sparse kernel in fp32 with more than 32 heads a KV head; and of the scores, summaries and appends, which keep nothing in flight, all
+sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the scores, summaries and appends, which keep nothing in flight, all
 but one launch for each piece of code that a constant turns on, and the widest ones (these not for gfx1100).
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
@@ -137,9 +137,10 @@ def launches(target, everything=False):
             shape = dense.launch_shape(q, k, card, tokens)
             whole = in_rows | dict(PAGE=None)
             found.append((target, "sparse", dtype, shape | page | in_rows | early) if page else (target, "dense", dtype, shape | cached | whole))
-            if everything or (dtype, rows) == (torch.float16, FEW_ROWS):
+            if not page and (everything or (dtype, rows) == (torch.float16, FEW_ROWS)):
+                found.append((target, "newest", dtype, shape | whole))
+            if everything or (dtype, rows) == (torch.float16, FEW_ROWS) and group in GROUPS[:2]:
                 found.append((target, "paged sparse", dtype, shape | page | early) if page else (target, "paged dense", dtype, shape | cached | paged))
-                found += [] if page else [(target, "newest", dtype, shape | whole)]
     blocks = dict(zip(("BLOCK_S", "BLOCK_D"), merge.merge_blocks(32)), DEPENDENT=card.dependent_launch, num_warps=1)
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
