@@ -37,7 +37,8 @@ def encode(kmin, kmax, channel):
     peak = torch.maximum(low.abs(), high.abs()).amax(-1)
     scale = torch.where(peak > 0, (peak * PER_PEAK.value).clamp(min=SMALLEST.value), 0.0)
     step = torch.where(scale > 0, scale, 1.0)[..., None]
-    codes = torch.floor(low / step - MARGIN.value), torch.ceil(high / step + MARGIN.value)
+    inverse = 1.0 / step  # one division an entry: this is on the way of every append
+    codes = torch.floor(low * inverse - MARGIN.value), torch.ceil(high * inverse + MARGIN.value)
     return *(torch.where(scale[..., None] > 0, code, 0.0).to(torch.int8) for code in codes), scale
 
 
@@ -51,12 +52,13 @@ def quantized(kmin, kmax):
 @triton.jit
 def encode_tile(kmin, kmax, channel):
     """``encode`` inside a kernel, step by step the same: bounds and channel [*, D] -> int8 codes [*, D] and fp32 scale [*]."""
-    low, high = tl.div_rn(kmin.to(tl.float32), channel), tl.div_rn(kmax.to(tl.float32), channel)
+    inverse = (0x7F000000 - channel.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # of a power of two: its exponent's opposite
+    low, high = kmin.to(tl.float32) * inverse, kmax.to(tl.float32) * inverse
     peak = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
     scale = tl.where(peak > 0, tl.maximum(peak * PER_PEAK, SMALLEST), 0.0)
     some = (scale > 0)[:, None]
-    step = tl.where(some, scale[:, None], 1.0)
-    low, high = tl.floor(tl.div_rn(low, step) - MARGIN), tl.ceil(tl.div_rn(high, step) + MARGIN)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0, scale, 1.0))[:, None]
+    low, high = tl.floor(low * inverse - MARGIN), tl.ceil(high * inverse + MARGIN)
     return tl.where(some, low, 0.0).to(tl.int8), tl.where(some, high, 0.0).to(tl.int8), scale
 
 

@@ -2,7 +2,7 @@
 
 What changes from step to step (lengths, summaries, page lists) stays on the device, and no shape and no launch depends on it.
 So a step that was captured once can be replayed at every length that the cache has room for. With 8-bit bounds it is four launches: append
-and score, select, attend, merge. A step that reads everything is two: attend, and merge and append. On a GPU that can launch a kernel before
+and score, select, attend, merge. A step that reads everything is two: attend, and append and merge. On a GPU that can launch a kernel before
 the one it depends on has ended, all but the first are launched so: each is set up while its forerunner runs, and then waits for its end.
 """
 
@@ -97,21 +97,22 @@ def _append_and_score_kernel(
 
 
 @triton.jit
-def _merge_and_append_kernel(
-    outs, lses, out, lse, rows, splits, merged,
+def _append_and_merge_kernel(
     k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, lengths_ptr, after_ptr,
     k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
+    outs, lses, out, lse, rows, splits, sequences,
     KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, MERGE_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some programs merge; the others append, beside an attention that reads below the old lengths, and the new token where it was given."""
-    if tl.program_id(0) < merged:
+    """Some programs append, beside an attention that reads below the old lengths, and the new token where it was given; the others merge."""
+    row = tl.program_id(0) - sequences
+    if row >= 0:
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
-        merge_row(outs, lses, out, lse, rows, splits, D, BLOCK_S, MERGE_D)
+        merge_row(row, outs, lses, out, lse, rows, splits, D, BLOCK_S, MERGE_D)
     elif tl.program_id(1) == 0:
         append_token(
-            tl.program_id(0) - merged, k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
+            tl.program_id(0), k_new_ptr, v_new_ptr, k_ptr, v_ptr, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
             lengths_ptr, after_ptr, k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, kv_heads, pages,
             KIND, PAGE, D, BLOCK_H, BLOCK_D, DEPENDENT,
         )  # fmt: skip
@@ -127,20 +128,21 @@ def _append_torch(k_new, v_new, k, v, summary, exact, lengths):
 
 def merging_warps(block_h, block_d):
     """Warps of a program that merges or appends: one is soonest done with a merge, but must hold a token of all KV heads."""
-    return max(1, min(8, block_h * block_d // 1024))
+    return max(1, min(8, block_h * block_d // 512))
 
 
 def break_even(k, budget, page_size, card):
     """Tokens up to which a step over k [B, Hkv, T, D] had better read everything: to score and to select takes time of its own.
 
-    Measured on an H200, the step takes as long as exact attention that reads 1.5 times as many tokens, and what memory can deliver in 2 us
-    on top. Of a card that does not tell its bandwidth, and of a CPU, only the first half counts: everything fits the budget.
+    Measured on an H200 in three head shapes at batch 1, 8 and 32, a step that selects takes as long as exact attention over 1.2 times the
+    tokens that it reads, and what memory can deliver in 5 us on top. Of a card that does not tell its bandwidth, and of a CPU, only what fits
+    the budget counts.
     """
     token_bytes = 2 * k.shape[0] * k.shape[1] * k.shape[3] * k.element_size()
     fits = budget.pages * page_size
     if not card.bandwidth:
         return fits
-    return max(fits, int(1.5 * fits + 2e-6 * card.bandwidth / token_bytes))
+    return int(1.2 * fits + 5e-6 * card.bandwidth / token_bytes)
 
 
 class DecodeStep:
@@ -250,11 +252,11 @@ class DecodeStep:
         arguments, options = self._appending(self.lengths)
         batch, heads, dim = self.q.shape
         rows = batch * heads
-        merged = rows if splits > 1 else 0  # one split has written the result itself
+        programs = batch + (rows if splits > 1 else 0)  # one split has written the result itself
         block_s, merge_d = merge_blocks(splits)
         block_d = triton.next_power_of_2(dim)
-        _merge_and_append_kernel[(merged + batch, triton.cdiv(dim, merge_d))](
-            *workspace.partials(splits), workspace.out, workspace.lse, rows, splits, merged, *arguments, **options,
+        _append_and_merge_kernel[(programs, triton.cdiv(dim, merge_d))](
+            *arguments, *workspace.partials(splits), workspace.out, workspace.lse, rows, splits, batch, **options,
             BLOCK_D=block_d, BLOCK_S=block_s, MERGE_D=merge_d, num_warps=merging_warps(options["BLOCK_H"], block_d),
             **(dict(launch_pdl=True) if options["DEPENDENT"] else {}),
         )  # fmt: skip

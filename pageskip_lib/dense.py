@@ -93,8 +93,8 @@ def choose_splits(rows, tokens, sms, per_sm, tile):
     tiles = -(-tokens // tile)
 
     def cost(splits):
-        programs = -(-rows * splits // sms)  # on the busiest SM
-        return programs * (PROGRAM_TILES + -(-tiles // splits))
+        programs = -(-rows * splits // sms)  # on the busiest SM; with fewer than per_sm it waits for memory and is done no sooner
+        return max(programs, per_sm) * (PROGRAM_TILES + -(-tiles // splits))
 
     filling = [max(1, min(tiles, programs * sms // rows)) for programs in programs_of(rows, sms, per_sm)]
     return min([1, *filling], key=cost)  # of equals the first: fewer splits, fewer partial results

@@ -6,6 +6,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 COLOURS = {
@@ -412,7 +413,16 @@ def step_lines(rows, arms, caption, *, live=True):
     return figure
 
 
-FAMILY = {name: COLOURS[name] for name in ("oracle", "window", "random")} | {"minmax": COLOURS["pageskip"], "mean_radius": "#000000"}
+FAMILY = {
+    "oracle": ("oracle", COLOURS["oracle"]),
+    "minmax8": ("bound in 8 bits", "#56B4E9"),
+    "minmax": ("bound", COLOURS["pageskip"]),
+    "mean_radius": ("mean + radius", "#000000"),
+    "mean_std": ("mean, mean + 3 std", "#555555"),  # one grey, and the caption's: a picture is stored in 16 colours
+    "mean": ("mean, mean + 3 std", "#555555"),
+    "window": ("window", COLOURS["window"]),
+    "random": ("random", COLOURS["random"]),
+}
 PAGE_MARKERS = {16: "o", 32: "s", 64: "^", 128: "D"}
 
 
@@ -420,7 +430,7 @@ def pareto(rows, caption, *, budget=1 / 8):
     """Attention mass kept against bytes read, one line a setting; the best one without an oracle at ``budget`` is drawn thick, on top.
 
     rows: as ``quality.sweep`` makes them. budget: the one that the title speaks of. Colour tells what ranks the pages, the marker the page size;
-    dashed: bounds finer than a page.
+    dashed: bounds finer than a page. What settings differ in besides has no mark of its own.
     """
     lines = {}
     for row in rows:
@@ -430,23 +440,50 @@ def pareto(rows, caption, *, budget=1 / 8):
     oracle = max(row["mass"] for row in there.values() if row and row["policy"] == "oracle")
     best = max((label for label in kept if there[label]["policy"] != "oracle"), key=kept.get)
     title = f"{budget:.1%} of the bytes: {kept[best]:.1%} by {best}; oracle {oracle:.1%}"
-    figure, axes = _blank(title, caption, height=4.2)
+    figure, axes = _blank(title, caption, height=3.4)
+    marks = {}
     for label, line in sorted(lines.items(), key=lambda item: kept.get(item[0], 0)):
         first, top = line[0], label == best
-        colour = FAMILY.get(first["kind"] or first["policy"], "#8a8a8a")
+        name, colour = FAMILY[first["kind"] or first["policy"]]
+        marker = PAGE_MARKERS[first["page_size"]]
         size = dict(zorder=3, markersize=7, linewidth=2.6) if top else dict(zorder=2, markersize=4, linewidth=0.9)
         points = [row["read"] for row in line], [row["mass"] for row in line]
         finer = first["bound_size"] != first["page_size"] and first["policy"] == "pageskip"
-        axes.plot(*points, color=colour, marker=PAGE_MARKERS[first["page_size"]], linestyle="--" if finer else "-", label=label, **size)
-    axes.axvline(budget, color="#999999", linewidth=0.8, linestyle="--")
+        # not antialiased: fewer shades of many colours, and the picture is stored in 16
+        axes.plot(*points, color=colour, marker=marker, linestyle="--" if finer else "-", label=label, antialiased=False, **size)
+        marks[name] = dict(color=colour)
+        marks[f"pages of {first['page_size']}"] = dict(color="#000000", marker=marker, linestyle="none", markersize=4)
+        if finer:
+            marks["finer bounds"] = dict(color="#000000", linestyle="--", linewidth=0.9)
+    axes.axvline(budget, color="#555555", linewidth=0.8, linestyle="--")
     axes.set(xlabel="bytes read, summaries included (% of the cache)", ylabel="attention mass kept", xscale="log")
     ticks = sorted({row["budget"] for row in rows})
     axes.set_xticks(ticks, [f"{100 * tick:.3g}" for tick in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    handles, labels = axes.get_legend_handles_labels()
-    order = dict(title=f"most at {budget:.1%} first", title_fontsize=8)
-    figure.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="outside right center", **order)
+    known = [*dict(FAMILY.values()), *(f"pages of {size}" for size in PAGE_MARKERS), "finer bounds"]
+    shown = [name for name in known if name in marks]
+    figure.legend([Line2D([], [], **marks[name]) for name in shown], shown, frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
+def kept_pages(mass, pages, page_size, policy, caption):
+    """The softmax's share on each page of one step, over the page's place in the text; what a policy reads is coloured.
+
+    mass: [N] shares that add up to 1. pages: the numbers of the pages read. policy: its name, for the title.
+    """
+    kept = set(pages)
+    held, best = sum(mass[page] for page in kept), sum(sorted(mass)[-len(kept) :])
+    title = f"{policy}: {len(kept)} of {len(mass)} pages keep {held:.1%} of the attention; the heaviest {len(kept)}: {best:.1%}"
+    figure, axes = _blank(title, caption, height=2.6)
+    for colour, label, some in ((HONEST, "read", kept), (FLATTERED, "left unread", set(range(len(mass))) - kept)):
+        places = sorted(some)
+        axes.bar([page * page_size for page in places], [mass[page] for page in places], width=0.8 * page_size, align="edge", color=colour, label=label)
+    axes.set(xlabel="position of the page (tokens)", ylabel="share of the softmax", yscale="log", ylim=(1e-5, 1), xlim=(0, len(mass) * page_size))
+    ticks = [10.0**n for n in range(-5, 1)]
+    axes.set_yticks(ticks, [f"{100 * tick:g}%" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     return figure
 
 

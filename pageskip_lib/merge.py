@@ -17,9 +17,9 @@ def merge_blocks(splits):
 
 
 @triton.jit
-def merge_row(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Merge the splits of one row (a query head of a sequence), BLOCK_D dims of it: row and dims by the program's ids."""
-    row = tl.program_id(0).to(tl.int64)
+def merge_row(row, outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Merge the splits of one row (a query head of a sequence): the BLOCK_D dims of it that the program's second id says."""
+    row = row.to(tl.int64)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     # Each lane of the block runs a softmax of its own over every BLOCK_S-th split; a fixed block, so that empty splits change no bit.
     top = tl.full([BLOCK_S], float("-inf"), tl.float32)
@@ -51,7 +51,7 @@ def merge_row(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.c
 def _merge_kernel(outs, lses, out, lse, rows, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr):
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched early: the partial results are complete only from here on
-    merge_row(outs, lses, out, lse, rows, splits, D, BLOCK_S, BLOCK_D)
+    merge_row(tl.program_id(0), outs, lses, out, lse, rows, splits, D, BLOCK_S, BLOCK_D)
 
 
 def empty_result(q):

@@ -63,7 +63,7 @@ KERNELS = {
     "dense": dense._dense_kernel, "sparse": sparse._sparse_kernel, "merge": merge._merge_kernel, "select": selection._select_kernel,
     "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
     "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
-    "newest": dense._dense_kernel, "merge+append": decode._merge_and_append_kernel,
+    "newest": dense._dense_kernel, "append+merge": decode._append_and_merge_kernel,
     "paged dense": dense._dense_kernel, "paged sparse": sparse._sparse_kernel, "paged append": cache._append_paged_kernel,
 }  # fmt: skip
 INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr", "table_ptr", "rows_ptr")
@@ -175,7 +175,7 @@ def launches(target, everything=False):
             for splits in (2, 32):
                 block_s, merge_d = merge.merge_blocks(splits)
                 merging = dict(BLOCK_S=block_s, MERGE_D=merge_d, num_warps=decode.merging_warps(blocks["BLOCK_H"], blocks["BLOCK_D"]))
-                found.append((target, "merge+append", dtype, constants | merging | early))
+                found.append((target, "append+merge", dtype, constants | merging | early))
     return list({str(launch): launch for launch in found}.values())
 
 

@@ -79,7 +79,7 @@ def test_every_launch_of_the_enumeration_was_compiled(rows):
         assert {row["PER_PAGE"] for row in scored} == {1, 8} | widest
         assert {row["SIZE"] for row in here if row["kernel"] == "summary"} == {8, 64, 128}
         kept = {("minmax8", 8), ("minmax8", 32), ("minmax", 8), ("minmax", 32)}
-        for kernel in ("append", "merge+append", "paged append"):
+        for kernel in ("append", "append+merge", "paged append"):
             assert {(row["KIND"], row["BLOCK_H"]) for row in here if row["kernel"] == kernel} == kept
         assert {(row["BLOCK_D"], row["BLOCK_G"]) for row in here if row["kernel"] == "newest"} == {shape[1:] for shape in halves}
 

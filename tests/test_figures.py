@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pageskip_lib import figures, reference, runtime
+from pageskip_lib.bench import records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import png, title_of
 from pageskip_lib.costs import MODELS, decode_step
@@ -200,6 +201,7 @@ def test_titles_fit_their_figure():
         figures.step_reads([1048576, 2097152], {"whole cache": [4096, 8192], "16-token min/max in 8 bits": [33, 65]}, "x"),
         figures.pareto([dict(row, label=row["label"].replace("bound, page 16, max", "mean + 3 std, page 128, union of lists")) for row in recall_rows()], "x"),
         figures.layer_heat([recall_row("mean + 3 std, page 128, union of lists", 1 / 8, 0.8, per_head=[[1.0]] * 4)], [0, 1, 2, 3], "x"),
+        figures.kept_pages([1 / 128] * 128, range(100), 16, "bound in 8 bits", "x"),
         figures.timelines({name: timeline_events(99) for name in ("eager", "dense", "graph")}, "x"),
         figures.speed_ups(speed_rows((1, 8, 32)), "x"),
         figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in parts for n in (4096, 131072)], parts, "x"),
@@ -338,10 +340,25 @@ def test_pareto_names_the_best_choice_at_the_budget():
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     assert list(lines["bound, page 16, max"].get_ydata()) == [0.6, 0.93] and "% of the cache" in figure.axes[0].get_xlabel()
     assert max(lines.values(), key=lambda line: line.get_linewidth()) is lines["window, page 16"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["oracle, page 16", "window, page 16", "bound, page 16, max"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["oracle", "bound", "window", "pages of 16"]
     finer = [*recall_rows(), recall_row("bound of 8, page 16, max", 1 / 8, 0.5, bound_size=8)]
     dashed = [line.get_label() for line in figures.pareto(finer, "x").axes[0].lines if line.get_linestyle() == "--" and line.get_marker() == "o"]
     assert dashed == ["bound of 8, page 16, max"]
+
+
+def test_every_recorded_setting_has_its_line_and_its_mark():
+    rows = records.load("recall", "cpu_transcripts")["rows"]
+    figure = figures.pareto(rows, "x")
+    assert len(figure.axes[0].lines) == len({row["label"] for row in rows}) + 1  # and the budget's
+    marks = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert marks == [*dict(figures.FAMILY.values())] + [f"pages of {size}" for size in (16, 32, 64, 128)] + ["finer bounds"]
+
+
+def test_kept_pages_adds_up_what_is_read_and_what_could_have_been():
+    figure = figures.kept_pages([0.5, 0.0, 0.3, 0.2], [0, 3], 16, "window", "x")
+    assert title_of(figure) == "window: 2 of 4 pages keep 70.0% of the attention; the heaviest 2: 80.0%"
+    read, unread = figure.axes[0].containers
+    assert [bar.get_x() for bar in read] == [0, 48] and [bar.get_height() for bar in unread] == [0.0, 0.3]
 
 
 def test_the_heat_map_compares_first_layers_with_the_rest():
@@ -354,3 +371,17 @@ def test_the_heat_map_compares_first_layers_with_the_rest():
     assert [panel.images[0].get_array().shape for panel in panels] == [(2, 3)] * 2
     assert [label.get_text() for label in panels[1].get_xticklabels()] == ["0", "1", "13"]
     assert "oracle, page 16: 90.0% from layer 2 on" == panels[1].get_title(loc="left")
+
+
+@pytest.mark.parametrize("width", (600, 601))
+def test_a_picture_is_what_pillow_would_have_stored(width):
+    """Whole and half bytes at the end of a line."""
+    figure = figures.needle_bars(ROWS, "7491", "x")
+    figure.set_size_inches(width / figure.dpi, 2)
+    full = io.BytesIO()
+    figure.savefig(full, format="png")
+    few = PIL.Image.open(full).convert("RGB").quantize(16, method=PIL.Image.Quantize.MAXCOVERAGE, dither=PIL.Image.Dither.NONE)
+    PIL.Image.open(io.BytesIO(png(figure))).verify()  # checksums; it spends the image
+    stored = PIL.Image.open(io.BytesIO(png(figure)))
+    assert stored.size == few.size and stored.width == width
+    assert stored.convert("RGB").tobytes() == few.convert("RGB").tobytes()

@@ -47,7 +47,7 @@ def test_equal_budgets_are_equal_bytes():
 
 def test_a_batch_answers_as_each_code_would_alone(smollm):
     model, tokenizer = smollm
-    rows = grid.run_cell(model, tokenizer, CELL, **FEW)
+    rows = grid.run_cells(model, tokenizer, [CELL], **FEW)
     assert [row["policy"] for row in rows] == ["full", "window", "pageskip", "pageskip"] and {row["control_right"] for row in rows} == {rows[0]["right"]}
     for n, code in enumerate(grid.codes_for(CELL)):
         prompt = needle.plant(tokenizer, needle.haystack(CELL.hay), context=CELL.context, depth=CELL.depth, code=code)
@@ -64,21 +64,34 @@ def test_the_share_of_lists_with_the_code():
     """Two sequences with their codes on pages 2 and 3 to 4; a list must hold all of a code's pages."""
     prompts = [needle.Prompt([0] * 99, [0], range(40, 44)), needle.Prompt([0] * 99, [0], range(63, 66))]
     lists = PageList.from_rows([[[0, 2], [0, 1]], [[3, 5], [3, 4]]])
-    assert grid.needle_share([(0, 99, None), (2, 99, lists)], prompts, 16) == 0.5
-    assert grid.needle_share([(0, 99, None)], prompts, 16) == 1.0
+    assert grid.needle_shares([(0, 99, None), (2, 99, lists)], prompts, 16) == [0.5, 0.5]
+    lists = PageList.from_rows([[[1, 2], [0, 2]], [[3, 5], [4, 5]]])
+    assert grid.needle_shares([(0, 99, None), (2, 99, lists)], prompts, 16) == [1.0, 0.0]
+    assert grid.needle_shares([(0, 99, None)], prompts, 16) == [1.0, 1.0]
+
+
+def test_cells_of_one_batch_answer_as_they_would_apart(smollm):
+    """Texts and depths side by side in a batch, as on a GPU: each row's answers, counts and shares are its own."""
+    both = [CELL, grid.Cell("jargon", "verbatim", 400, 0.9, codes=1)]
+    together = grid.run_cells(*smollm, both, **FEW)
+    apart = [row for cell in both for row in grid.run_cells(*smollm, [cell], **FEW)]
+    varying = ("bytes_per_token", "needle_page_share")
+    assert [{k: v for k, v in row.items() if k not in varying} for row in together] == [{k: v for k, v in row.items() if k not in varying} for row in apart]
+    for one, other in zip(together, apart):
+        assert all(one[name] == pytest.approx(other[name], rel=0.05, abs=0.02) for name in varying)
 
 
 def test_a_stopped_run_loses_no_finished_cell(smollm, tmp_path, monkeypatch):
     todo = [grid.Cell("jargon", wording, 300, 0.5, codes=1) for wording in grid.WORDINGS]
-    real, asked = grid.run_cell, []
+    real, asked = grid.run_cells, []
 
-    def run_cell(model, tokenizer, cell, settings, shares):
-        asked.append(cell)
+    def run_cells(model, tokenizer, together, settings, shares):
+        asked.extend(together)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return real(model, tokenizer, cell, settings, shares)
+        return real(model, tokenizer, together, settings, shares)
 
-    monkeypatch.setattr(grid, "run_cell", run_cell)
+    monkeypatch.setattr(grid, "run_cells", run_cells)
     options = dict(settings=FEW["settings"][:1], shares=(0.5,), scratch=tmp_path / "cells.jsonl", progress=False)
     with pytest.raises(KeyboardInterrupt):
         grid.run_grid(*smollm, todo, **options)

@@ -3,6 +3,7 @@
 The cells are the notebooks' own; what they need of the cells before them is made here, small.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ipywidgets
@@ -10,13 +11,15 @@ import pytest
 import torch
 from test_notebook_contract import PATHS, read, tags
 
-from pageskip_lib import PageList, figures, runtime
+from pageskip_lib import Budget, PageList, figures, runtime, select_pages
 from pageskip_lib.bench import pitfalls, records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import explore, show
 from pageskip_lib.costs import MODELS, decode_step
 from pageskip_lib.quality import needle
+from pageskip_lib.quality.capture import Captured
 from pageskip_lib.quality.policies import PageskipPolicy, RandomPolicy, WindowPolicy
+from pageskip_lib.quality.recall import Layer, Setting
 
 
 def start_here():
@@ -91,10 +94,21 @@ def graphs_notebook():
     return dict(STEP=dict(rows=rows, settings=settings), SETS=sets, here=[row for row in slower if row["batch"] == 1], records=records)
 
 
+def recall_notebook():
+    captured = Captured.load()
+    ways = {name: dict(policy=name) for name in ("oracle", "window", "random")}
+    ways |= {name: dict(policy="pageskip", kind=kind, group="max") for name, kind in (("bound", "minmax"), ("bound in 8 bits", "minmax8"))}
+    sweeps = {name: records.load("recall", f"cpu_{name}") for name in ("transcripts", "jargon")}
+    return dict(
+        captured=captured, layers={number: Layer(captured, n) for n, number in enumerate(captured.layers)}, WAYS=ways, SWEEPS=sweeps,
+        of=sweeps["jargon"]["settings"], Budget=Budget, Setting=Setting, replace=replace, select_pages=select_pages,
+    )  # fmt: skip
+
+
 STAND_INS = {
     "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
     "04_page_bound_and_gemm_identity": page_bound, "05_sparse_kernel": sparse_notebook,
-    "06_cuda_graphs": graphs_notebook, "08_needle": needle_notebook,
+    "06_cuda_graphs": graphs_notebook, "07_recall": recall_notebook, "08_needle": needle_notebook,
 }  # fmt: skip
 
 

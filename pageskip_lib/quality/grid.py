@@ -1,6 +1,7 @@
 """The needle in every cell of a grid: haystack, wording, context and depth, each with several codes; every policy at every budget.
 
-A cell's codes are the rows of one batch: prompts that differ in nothing but their digits, so one prefill and one question answer for all.
+Codes are the rows of one batch: prompts of one length that end in one question, so one prefill and one question answer for all. On a GPU
+the cells of a context and wording share a batch, on a CPU each is one by itself.
 Budgets are shares of the cache's bytes, summaries included, so settings with equal budgets read alike. Every cell is also asked with
 everything read, the control; where the control fails, the text and the model are to blame, and the cell is marked, not dropped.
 """
@@ -72,23 +73,22 @@ def policy_for(setting, share, context, dim, element_size):
     return {"window": WindowPolicy, "random": RandomPolicy}[setting.policy](budget, setting.page_size)
 
 
-def needle_share(calls, prompts, page_size):
-    """Of the recorded calls that chose pages: the share of (sequence, KV head) whose list holds every page of the sequence's code; 1 without any."""
-    wanted = [sorted({token // page_size for token in prompt.code_tokens}) for prompt in prompts]
-    found = []
-    for _, _, pages in calls:
-        if pages is not None:
-            listed = pages.pages.cpu()
-            for row, code_pages in enumerate(wanted):
-                found.append(torch.stack([(listed[row] == page).any(-1) for page in code_pages]).all(0).double().mean())
-    return torch.stack(found).mean().item() if found else 1.0
+def needle_shares(calls, prompts, page_size):
+    """Of the recorded calls that chose pages, for each sequence: the share of KV heads' lists that hold every page of its code; 1 without any."""
+    listed = [pages.pages for _, _, pages in calls if pages is not None]
+    if not listed:
+        return [1.0] * len(prompts)
+    ends = [(prompt.code_tokens[0] // page_size, prompt.code_tokens[-1] // page_size) for prompt in prompts]  # four digits: two pages at most
+    wanted = torch.tensor(ends, dtype=torch.int32, device=listed[0].device)[:, None, :, None]
+    held = [(pages[:, :, None] == wanted).any(-1).all(-1).double().mean(1) for pages in listed]
+    return torch.stack(held).mean(0).tolist()
 
 
 @torch.inference_mode()
 def ask_all(model, tokenizer, prompts, policy, cache):
     """Put each row's question to a cache that holds the rows' bodies, token by token under the policy, and decode greedily.
 
-    Returns (answers, bytes per token of a sequence, ``needle_share``). The cache is rolled back to the bodies first.
+    Returns (answers, bytes per token of a sequence, ``needle_shares``). The cache is rolled back to the bodies first.
     """
     cache.truncate(len(prompts[0].body))
     calls, answers, tokens = [], [], len(prompts[0].question) + ANSWER_TOKENS - 1
@@ -102,35 +102,41 @@ def ask_all(model, tokenizer, prompts, policy, cache):
     config = model.config
     read = sum(bytes_read(call, policy, config.num_key_value_heads, config.head_dim, model.dtype.itemsize) for call in calls)
     texts = [tokenizer.decode(row) for row in torch.stack(answers, dim=1).tolist()]
-    return texts, round(read / tokens), needle_share(calls, prompts, policy.page_size)
+    return texts, round(read / tokens), needle_shares(calls, prompts, policy.page_size)
 
 
-def run_cell(model, tokenizer, cell, settings, shares):
-    """Rows of one cell: the control, then every setting at every budget that holds its forced pages."""
-    statement, question = WORDINGS[cell.wording]
-    codes = codes_for(cell)
+def run_cells(model, tokenizer, together, settings, shares):
+    """Rows of cells that share a context and a wording, asked as one batch: the control, then every setting at every budget that holds its forced pages."""
+    context, (statement, question) = together[0].context, WORDINGS[together[0].wording]
+    planted = [(cell, code) for cell in together for code in codes_for(cell)]
     prompts = [
-        plant(tokenizer, haystack(cell.hay), context=cell.context, depth=cell.depth, code=code, statement=statement, question=question)
-        for code in codes
+        plant(tokenizer, haystack(cell.hay), context=context, depth=cell.depth, code=code, statement=statement, question=question)
+        for cell, code in planted
     ]
     cache = LiveCache(model.config)
     prefill(model, torch.tensor([prompt.body for prompt in prompts], device=model.device), cache)
-    base = dict(hay=cell.hay, wording=cell.wording, context=cell.context, depth=cell.depth, asked=len(codes))
-
-    def row(chosen, **setting):
-        answers, read, share = ask_all(model, tokenizer, prompts, chosen, cache)
-        right = sum(is_right(answer, code) for answer, code in zip(answers, codes))
-        return base | setting | dict(right=right, bytes_per_token=read, needle_page_share=round(share, 4), answers=answers)
-
-    found = [row(FullPolicy(), policy="full", label="everything", budget=1.0)]
+    policies = [(FullPolicy(), dict(policy="full", label="everything", budget=1.0))]
     for setting in settings:
+        about = dict(page_size=setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
         for share in shares:
-            policy = policy_for(setting, share, cell.context, model.config.head_dim, model.dtype.itemsize)
+            policy = policy_for(setting, share, context, model.config.head_dim, model.dtype.itemsize)
             if policy is not None:
-                about = dict(page_size=setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
-                found.append(row(policy, policy=setting.policy, label=setting.label, budget=share, **about))
-    control = found[0]["right"]
-    return [one | dict(codes=codes, control_right=control) for one in found]
+                policies.append((policy, dict(policy=setting.policy, label=setting.label, budget=share) | about))
+    asked = [(about, *ask_all(model, tokenizer, prompts, policy, cache)) for policy, about in policies]
+    rows = []
+    for cell in together:
+        mine = [n for n, (owner, _) in enumerate(planted) if owner == cell]
+        codes = [planted[n][1] for n in mine]
+        where = dict(hay=cell.hay, wording=cell.wording, context=context, depth=cell.depth, asked=len(mine))
+        found = [
+            where | about | dict(
+                right=sum(is_right(answers[n], planted[n][1]) for n in mine), bytes_per_token=read,
+                needle_page_share=round(math.fsum(held[n] for n in mine) / len(mine), 4), answers=[answers[n] for n in mine], codes=codes,
+            )
+            for about, answers, read, held in asked
+        ]  # fmt: skip
+        rows += [row | dict(control_right=found[0]["right"]) for row in found]
+    return rows
 
 
 def scratch_path(model, todo, settings, shares):
@@ -142,7 +148,7 @@ def scratch_path(model, todo, settings, shares):
 
 
 def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, *, scratch=None, progress=True):
-    """Ask every cell. Returns (rows, settings). A stopped run that is given the same ``scratch`` file goes on after its last finished cell.
+    """Ask every cell. Returns (rows, settings). A stopped run that is given the same ``scratch`` file goes on after its last finished batch.
 
     A row: hay, wording, context, depth, policy, label, budget (share of the cache's bytes; 1 for the control), page_size, kind, bound_size,
     group, asked (codes), right, control_right, bytes_per_token (of a sequence), needle_page_share, answers and codes.
@@ -150,9 +156,11 @@ def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, *, s
     """
     todo = cells() if todo is None else todo
     check_fits(model, max(cell.context for cell in todo) + ANSWER_TOKENS)
-    done, rows = Cells(scratch), []
-    for cell in tqdm(todo, desc="cells", disable=not progress):
-        rows += done.get(repr(cell), lambda cell=cell: run_cell(model, tokenizer, cell, settings, shares))
+    done, rows, batches = Cells(scratch), [], {}
+    for cell in todo:
+        batches.setdefault((cell.context, cell.wording) if model.device.type == "cuda" else cell, []).append(cell)
+    for together in tqdm(batches.values(), desc="batches of cells", disable=not progress):
+        rows += done.get(repr(together), lambda together=together: run_cells(model, tokenizer, together, settings, shares))
     done.remove()
     return rows, dict(
         model=model.config._name_or_path, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type, cells=len(todo),
