@@ -43,7 +43,8 @@ def _append_paged_kernel(
     tl.store(k_ptr + at, key, mask=there)
     tl.store(v_ptr + at, value, mask=there)
     extend_summary(
-        key, row, head, dims, head < kv_heads, position, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, kv_heads, pages, KIND, PAGE, D,
+        key, row, head, dims, head < kv_heads, position, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
+        kv_heads, pages, KIND, PAGE, D,
     )  # fmt: skip
     tl.store(lengths_ptr + row, position + 1)
 

@@ -50,7 +50,8 @@ def test_a_shuffled_table_gives_the_bits_of_the_pages_in_order(backend, dtype, p
     assert_is_attention(found, q, k, v, lengths=lengths)
     pages = pages_of(lengths, 2, page_size, device)
     for listed in (pages, select_pages(torch.zeros(4, 2, 384 // page_size, device=device), Budget(384 // page_size), lengths, page_size)):
-        found, flat = (sparse_decode(q, *kv, listed, page_size=page_size, **extra, **same) for kv, extra in (((k_pool, v_pool), dict(table=table)), ((k, v), {})))
+        found = sparse_decode(q, k_pool, v_pool, listed, page_size=page_size, table=table, **same)
+        flat = sparse_decode(q, k, v, listed, page_size=page_size, **same)
         assert all(same_bits(a, b) for a, b in zip(found, flat))
         assert_is_attention(found, q, k, v, lengths=lengths, pages=listed, page_size=page_size)
 
@@ -67,9 +68,8 @@ def test_splits_workspace_and_whole_tables(backend, device):
         assert same_bits(found, dense_decode(q, k, v, splits=splits, backend=backend))
     assert decode_workspace(q, k_pool, table=table).splits == decode_workspace(q, k).splits
     pages = pages_of(full, 1, 32, device)
-    assert same_bits(
-        sparse_decode(q, k_pool, v_pool, pages, page_size=32, table=table, backend=backend), sparse_decode(q, k, v, pages, page_size=32, backend=backend)
-    )
+    found = sparse_decode(q, k_pool, v_pool, pages, page_size=32, table=table, backend=backend)
+    assert same_bits(found, sparse_decode(q, k, v, pages, page_size=32, backend=backend))
 
 
 @each_backend
@@ -99,10 +99,8 @@ def test_pool_offsets_past_2_to_31(backend, axis, device, tmp_path):
     far = [far_apart(x.nan_to_num(), axis, tmp_path) for x in (k_pool, v_pool)]
     assert same_bits(dense_decode(q, *far, table=table, lengths=lengths, backend=backend), dense_decode(q, k, v, lengths=lengths, backend=backend))
     pages = pages_of(lengths, 3, 16, device)
-    near, found = (
-        sparse_decode(q, *kv, pages, page_size=16, lengths=lengths, backend=backend, **extra) for kv, extra in (((k, v), {}), (far, dict(table=table)))
-    )
-    assert same_bits(found, near)
+    found = sparse_decode(q, *far, pages, page_size=16, lengths=lengths, table=table, backend=backend)
+    assert same_bits(found, sparse_decode(q, k, v, pages, page_size=16, lengths=lengths, backend=backend))
 
 
 @each_backend_and_dtype
