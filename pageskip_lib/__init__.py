@@ -1,7 +1,8 @@
 """pageskip: don't read most of the KV cache. Import this before triton or transformers (see runtime.py)."""
 
 from . import runtime  # first: it sets Triton's interpreter switch
-from .decode import CacheFull, DecodeStep
+from .cache import CacheFull, PagedKVCache
+from .decode import DecodeStep
 from .dense import decode_workspace, dense_decode
 from .merge import Workspace, merge_partials
 from .models import ModelUnavailable, load_model
@@ -17,6 +18,7 @@ __all__ = [
     "ModelUnavailable",
     "PageList",
     "PageSummary",
+    "PagedKVCache",
     "Workspace",
     "decode_workspace",
     "dense_decode",

@@ -40,12 +40,15 @@ def check_heads(q, k, k_name="k", *, dtype=None):
         )
 
 
-def check_attention(q, k, v):
-    """Check q [B, Hq, D] and k, v [B, Hkv, T, D] of an attention call."""
+def check_attention(q, k, v, table=None):
+    """Check q [B, Hq, D] and k, v [B, Hkv, T, D] of an attention call, or k, v [pages, Hkv, P, D] and their page table [B, N]."""
+    axes = "B, Hkv, T, D" if table is None else "pages, Hkv, P, D"
     check_tensor("q", q, "B, Hq, D")
-    check_tensor("k", k, "B, Hkv, T, D")
-    check_tensor("v", v, "B, Hkv, T, D")
-    check_heads(q, k)
+    check_tensor("k", k, axes)
+    check_tensor("v", v, axes)
+    if table is not None:
+        _check_table(table, q, k)
+    check_heads(q, spanned(k, table))
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {shape_of(k)}, got {shape_of(v)}.")
     if v.dtype != k.dtype:
@@ -54,6 +57,36 @@ def check_attention(q, k, v):
         raise ValueError(f"v must be on k's device {k.device}, got {v.device}.")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_inner_stride(name, tensor)
+
+
+def spanned(k, table):
+    """k [B, Hkv, T, D] itself, or for a pool of pages a view of the shape that its page table [B, N] makes of it: not the keys, only their sizes."""
+    return k if table is None else k[:1, :, :1].expand(table.shape[0], -1, table.shape[1] * k.shape[2], -1)
+
+
+def _check_table(table, q, k):
+    check_tensor("table", table, "B, N")
+    if table.dtype != torch.int32 or table.device != k.device:
+        raise TypeError(f"table must be int32 on {k.device}, got {table.dtype} on {table.device}.")
+    if table.shape[0] != q.shape[0]:
+        raise ValueError(f"table must have one row for each of the {q.shape[0]} sequences, got {shape_of(table)}.")
+    if not table.is_contiguous():
+        raise ValueError(f"table must be contiguous, got strides {table.stride()} for {shape_of(table)}.")
+    if k.shape[0] == 0 or k.shape[2] not in PAGE_SIZES:
+        raise ValueError(f"With a table k must hold at least one page [Hkv, P, D], with P one of {PAGE_SIZES}, got {shape_of(k)}.")
+    if not table.is_cuda and table.numel() and not -1 <= int(table.min()) <= int(table.max()) < k.shape[0]:
+        raise ValueError(f"table must hold pages from 0 to {k.shape[0] - 1} (-1 for none), got {int(table.min())} to {int(table.max())}.")
+
+
+def check_table_covers(table, lengths, page_size):
+    """Every token that counts must lie in a page; lengths [B], or None for the whole table. Checked on the CPU, as in ``check_lengths``."""
+    if table is None or table.is_cuda:
+        return
+    held = table.shape[1] if lengths is None else page_count(lengths, page_size)[:, None]
+    missing = (table < 0) & (torch.arange(table.shape[1]) < held)
+    if missing.any():
+        row, page = missing.nonzero()[0].tolist()
+        raise ValueError(f"table must name a page for each that lengths count, but has {table[row, page]} for page {page} of sequence {row}.")
 
 
 def check_inner_stride(name, tensor):

@@ -8,7 +8,8 @@ the one it depends on has ended, all but the first are launched so: each is set 
 
 import torch
 
-from .bounds8 import PART, ScoreLaunch, encode, encode_tile, quantized, score_row8
+from .bounds8 import PART, ScoreLaunch, quantized, score_row8
+from .cache import CacheFull
 from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
 from .dense import decode_workspace, dense_decode, launch_dense
 from .merge import merge_blocks, merge_row
@@ -16,11 +17,7 @@ from .runtime import card, resolve_backend, tl, triton
 from .scores import page_scores
 from .selection import Budget, empty_list, launch_select, select_pages
 from .sparse import sparse_decode
-from .summaries import PageSummary, summarize_pages
-
-
-class CacheFull(RuntimeError):
-    """The cache has no room for another token; nothing was written."""
+from .summaries import PageSummary, extend_summary, extend_summary_torch, summarize_pages
 
 
 @triton.jit
@@ -48,21 +45,10 @@ def append_token(
         value = tl.load(v_new_ptr + given, mask=there, other=0.0)
         tl.store(k_ptr + batch * k_batch + heads * k_head + at * k_token + dims, key, mask=there)
         tl.store(v_ptr + batch * v_batch + heads * v_head + at * v_token + dims, value, mask=there)
-    # The first token of a page starts its summary anew, whatever the slot held before.
-    merged = there & (position % PAGE != 0)
-    entry = (batch * kv_heads + head) * pages + at // PAGE
-    summary = entry[:, None] * D + dims
-    exact = given if KIND == "minmax8" else summary
-    kmin = tl.minimum(tl.load(kmin_ptr + exact, mask=merged, other=float("inf")), key)
-    kmax = tl.maximum(tl.load(kmax_ptr + exact, mask=merged, other=float("-inf")), key)
-    tl.store(kmin_ptr + exact, kmin, mask=there)
-    tl.store(kmax_ptr + exact, kmax, mask=there)
-    if KIND == "minmax8":
-        channel = tl.load(channel_ptr + given, mask=there, other=1.0)
-        low, high, scale = encode_tile(tl.where(there, kmin, 0.0), tl.where(there, kmax, 0.0), channel)
-        tl.store(low_ptr + summary, low, mask=there)
-        tl.store(high_ptr + summary, high, mask=there)
-        tl.store(scale_ptr + entry, scale, mask=(head < kv_heads) & (position < tokens))
+    extend_summary(
+        key, batch, head, dims, (head < kv_heads) & (position < tokens), position, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr,
+        kv_heads, pages, KIND, PAGE, D,
+    )  # fmt: skip
     if WAIT:
         tl.extra.cuda.gdc_wait()
     tl.store(after_ptr + batch, tl.minimum(position + 1, tokens))
@@ -139,15 +125,7 @@ def _append_torch(k_new, v_new, k, v, summary, exact, lengths):
     """PyTorch path of the append, on the device as well."""
     row, position = torch.arange(len(lengths), device=lengths.device), lengths.long()
     k[row, :, position], v[row, :, position] = k_new, v_new
-    page, fresh = position // summary.page_size, (position % summary.page_size == 0)[:, None, None]
-    coded = summary.kind == "minmax8"
-    for bound, merge in zip(exact, (torch.minimum, torch.maximum)):
-        slot = slice(None) if coded else (row, slice(None), page)
-        bound[slot] = torch.where(fresh, k_new, merge(bound[slot], k_new))
-    if coded:
-        codes = encode(*(bound[:, :, None] for bound in exact), summary.channel)
-        for field, code in zip((summary.kmin, summary.kmax, summary.scale), codes):
-            field[row, :, page] = code[:, :, 0]
+    extend_summary_torch(k_new, row, position, summary, exact)
     lengths += 1
 
 

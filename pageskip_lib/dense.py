@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from .checks import check_attention, check_lengths, check_scale
+from .checks import check_attention, check_lengths, check_scale, check_table_covers, page_count, spanned
 from .merge import Workspace, empty_result, workspace_for
 from .runtime import card, resolve_backend, tl, triton
 from .tiles import LOG2_E, attend_tile, store_partial, valid_length
@@ -20,10 +20,11 @@ PROGRAM_TILES = 2  # to start a program and to end it costs about what two more 
 
 @triton.jit
 def _dense_kernel(
-    q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, lengths_ptr, outs_ptr, lses_ptr,
+    q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, lengths_ptr, table_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
     tokens, rows, kv_heads, splits, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # the merge may be set up now; it waits for the end of this kernel
@@ -54,13 +55,23 @@ def _dense_kernel(
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if table_ptr is not None:  # fetched one tile ahead of its use, as the page numbers are in sparse.py
+        table_ptr += batch * (tokens // PAGE)
+        token = split * TILE + tl.arange(0, TILE)
+        page = tl.load(table_ptr + token // PAGE, mask=token < tokens, other=-1)
     # Dealt out like cards: shares differ by one tile at most, and programs that run together read neighbouring memory.
     for tile in range(split, tl.cdiv(length, TILE), splits):
         token = tile * TILE + tl.arange(0, TILE)
         valid = token < length
-        at = token.to(tl.int64)[:, None]
-        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        if table_ptr is None:
+            part, at = batch, token.to(tl.int64)[:, None]
+        else:
+            valid = valid & (page >= 0)
+            part, at = page.to(tl.int64)[:, None], (token % PAGE).to(tl.int64)[:, None]
+            token_ahead = token + splits * TILE
+            page = tl.load(table_ptr + token_ahead // PAGE, mask=token_ahead < tokens, other=-1)
+        keys = tl.load(k_ptr + part * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(v_ptr + part * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
 
     out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
@@ -143,8 +154,16 @@ def attend_prefix(q, k, v, scale):
     return out.reshape(-1, dim), lse.reshape(-1)
 
 
-def decode_workspace(q, k):
-    """A ``Workspace`` for ``dense_decode`` and ``sparse_decode`` calls with tensors shaped like q [B, Hq, D] and k [B, Hkv, T, D]."""
+def prefix(k, row, length, table=None):
+    """The first ``length`` keys (or values) of a sequence, [Hkv, length, D]: a view, or with a page table a copy out of the pool."""
+    if table is None:
+        return k[row, :, :length]
+    return k[table[row, : page_count(length, k.shape[2])].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def decode_workspace(q, k, *, table=None):
+    """A ``Workspace`` for ``dense_decode`` and ``sparse_decode`` calls with tensors shaped like q [B, Hq, D], k [B, Hkv, T, D] or its table."""
+    k = spanned(k, table)
     this_card, rows, tokens = card(q.device), max(1, k.shape[0] * k.shape[1]), max(1, k.shape[2])
     # Calls that read a part of the cache or a page list may narrow the tile, and so split further than a call that reads everything.
     shapes = [launch_shape(q, k, this_card, tokens >> halvings) for halvings in range(tokens.bit_length())]
@@ -152,31 +171,33 @@ def decode_workspace(q, k):
     return Workspace(q, max(1, *(min(-(-tokens // shape["TILE"]), most * this_card.sms // rows) for shape, most in zip(shapes, programs))))
 
 
-def launch_dense(q, k, v, lengths, scale, splits, workspace, k_new=None, v_new=None):
+def launch_dense(q, k, v, lengths, scale, splits, workspace, k_new=None, v_new=None, table=None):
     """Stage one. Returns (workspace, splits) for stage two.
 
     k_new, v_new: contiguous [B, Hkv, D], one more token of each sequence, which lengths do not count yet. It is written into the cache.
     """
-    batch, kv_heads, tokens, _ = k.shape
-    this_card = card(q.device)
-    shape = launch_shape(q, k, this_card, None if splits else tokens)
-    splits = splits or splits_for(k, this_card, shape, tokens)
+    sizes, this_card = spanned(k, table), card(q.device)
+    batch, kv_heads, tokens, _ = sizes.shape
+    shape = launch_shape(q, sizes, this_card, None if splits else tokens)
+    splits = splits or splits_for(sizes, this_card, shape, tokens)
     workspace = workspace_for(q, splits, workspace)
     _dense_kernel[(splits, batch * kv_heads)](
-        q, k, v, k_new, v_new, lengths, *workspace.partials(splits),
+        q, k, v, k_new, v_new, lengths, table, *workspace.partials(splits),
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-        tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, **shape,
+        tokens, batch * q.shape[1], kv_heads, splits, scale * LOG2_E, PAGE=None if table is None else k.shape[2], **shape,
     )  # fmt: skip
     return workspace, splits
 
 
-def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=None, backend="auto", return_lse=False):
+def dense_decode(q, k, v, *, lengths=None, table=None, scale=None, splits=None, workspace=None, backend="auto", return_lse=False):
     """Exact attention of one query token per sequence over its whole KV cache.
 
     q: [B, Hq, D]. k, v: [B, Hkv, T, D]. Any outer strides (a [B, T, Hkv, D] cache goes in as a transposed view), last
     dimension contiguous. All three in one dtype (fp16, bf16 or fp32) on one device; Hkv divides Hq; D in 64, 80, 96,
     128, 192, 256. lengths: [B] int32 on that device, the valid tokens of each sequence (default T); what lies
     past a length is never read into the result, NaN included. scale: of the scores, default D ** -0.5.
+    table: [B, N] int32 on that device makes k, v a pool of pages, [pages, Hkv, P, D] with P = 16, 32, 64 or 128: page n of sequence b is
+    page table[b, n] of the pool (-1 for none), T is N * P, and the result that of k, v with the pages in order, bit for bit.
     splits: parts that the cache is dealt out to (default from the shape and the card). workspace: from ``decode_workspace``; the call then
     allocates nothing, and what it returns is overwritten by the next call with it. The PyTorch backend ignores both.
 
@@ -184,11 +205,12 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
     length 0 gives out 0 and lse -inf. Sums and partial results are fp32.
     Raises ValueError or TypeError for input that does not fit, RuntimeError where the backend cannot run.
     """
-    check_attention(q, k, v)
+    check_attention(q, k, v, table)
     check_splits(splits)
-    batch, kv_heads, tokens, dim = k.shape
+    batch, _, tokens, dim = spanned(k, table).shape
     if lengths is not None:
         lengths = check_lengths(lengths, batch, tokens, q.device)
+    check_table_covers(table, lengths, k.shape[2])
     scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
     if not (batch and tokens):
@@ -197,8 +219,8 @@ def dense_decode(q, k, v, *, lengths=None, scale=None, splits=None, workspace=No
         out, lse = empty_result(q)
         for row, length in enumerate([tokens] * batch if lengths is None else lengths.tolist()):
             if length > 0:
-                out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
+                out[row], lse[row] = attend_prefix(q[row], prefix(k, row, length, table), prefix(v, row, length, table), scale)
     else:
-        workspace, splits = launch_dense(q, k, v, lengths, scale, splits, workspace)
+        workspace, splits = launch_dense(q, k, v, lengths, scale, splits, workspace, table=table)
         out, lse = workspace.merge(splits)
     return (out, lse) if return_lse else out

@@ -2,8 +2,8 @@
 
 import torch
 
-from .checks import check_attention, check_lengths, check_page_size, check_scale, check_tensor, page_count, shape_of
-from .dense import attend_prefix, launch_shape, splits_for
+from .checks import check_attention, check_lengths, check_page_size, check_scale, check_table_covers, check_tensor, page_count, shape_of, spanned
+from .dense import attend_prefix, launch_shape, prefix, splits_for
 from .merge import empty_result, workspace_for
 from .runtime import card, resolve_backend, tl, triton
 from .selection import PageList
@@ -12,7 +12,7 @@ from .tiles import LOG2_E, attend_tile, store_partial, valid_length
 
 @triton.jit
 def _sparse_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, pages_ptr, counts_ptr, outs_ptr, lses_ptr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, pages_ptr, counts_ptr, outs_ptr, lses_ptr,
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token,
     tokens, rows, kv_heads, splits, capacity, scale_log2,
     PAGE: tl.constexpr,
@@ -42,36 +42,45 @@ def _sparse_kernel(
     # Nor does a page number wait for the count.
     entry = (split * TILE + tl.arange(0, TILE)) // PAGE
     page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
+    if table_ptr is not None:
+        table_ptr += batch * (tokens // PAGE)
+        home = tl.load(table_ptr + page, mask=(page >= 0) & (page * PAGE < length), other=-1)
     for tile in range(split, tl.cdiv(count * PAGE, TILE), splits):
         token = page * PAGE + (tile * TILE + tl.arange(0, TILE)) % PAGE
         valid = (entry < count) & (page >= 0) & (token < length)
         entry = ((tile + splits) * TILE + tl.arange(0, TILE)) // PAGE
         page = tl.load(pages_ptr + entry, mask=entry < capacity, other=-1)
-        at = token.to(tl.int64)[:, None]
-        keys = tl.load(k_ptr + batch * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-        values = tl.load(v_ptr + batch * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        if table_ptr is None:
+            part, at = batch, token.to(tl.int64)[:, None]
+        else:
+            valid = valid & (home >= 0)
+            part, at = home.to(tl.int64)[:, None], (token % PAGE).to(tl.int64)[:, None]
+            home = tl.load(table_ptr + page, mask=(page >= 0) & (page * PAGE < length), other=-1)
+        keys = tl.load(k_ptr + part * k_batch + head * k_head + at * k_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
+        values = tl.load(v_ptr + part * v_batch + head * v_head + at * v_token + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
         row_max, row_sum, acc = attend_tile(q, keys, values, valid, scale_log2, row_max, row_sum, acc)
 
     out_rows = split.to(tl.int64) * rows + batch * kv_heads * G + heads
     store_partial(outs_ptr, lses_ptr, out_rows, dims, live, row_max, row_sum, acc, D)
 
 
-def _attend_listed(q, k, v, pages, page_size, length, scale):
-    """PyTorch path of one sequence: gather the tokens of ``pages`` [Hkv, K] out of k, v [Hkv, T, D], then attend.
+def _attend_listed(q, k, v, pages, page_size, length, scale, row, table):
+    """PyTorch path of sequence ``row`` with q [Hq, D]: gather the tokens of ``pages`` [Hkv, K] out of k, v, then attend.
 
     Returns fp32 out [Hq, D] and lse [Hq]. Only listed tokens are read; a head without any gives 0 and -inf.
     """
-    kv_heads, _, dim = k.shape
+    kv_heads, dim = k.shape[1], k.shape[3]
     offsets = torch.arange(page_size, device=k.device)
     token = (pages.long()[:, :, None] * page_size + offsets).flatten(1)
     valid = (pages >= 0).repeat_interleave(page_size, dim=1) & (token < length)
     token = torch.where(valid, token, 0)
     head = torch.arange(kv_heads, device=k.device)[:, None]
+    where = (row, head, token) if table is None else (table[row, token // page_size], head, token % page_size)
     grouped = q.float().view(kv_heads, -1, dim) * scale
-    scores = (grouped @ k[head, token].float().transpose(1, 2)).masked_fill(~valid[:, None, :], float("-inf"))
+    scores = (grouped @ k[where].float().transpose(1, 2)).masked_fill(~valid[:, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v[head, token].float()).reshape(-1, dim), lse.reshape(-1)
+    return (weights @ v[where].float()).reshape(-1, dim), lse.reshape(-1)
 
 
 def _listed(pages, row):
@@ -108,22 +117,27 @@ def _check_pages(pages, k, page_size):
             )
 
 
-def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, workspace=None, backend="auto", return_lse=False):
+def sparse_decode(q, k, v, pages, *, page_size, lengths=None, table=None, scale=None, workspace=None, backend="auto", return_lse=False):
     """Exact attention of one query token per sequence over the listed pages only.
 
-    q, k, v, lengths, scale, workspace, backend, the results and the errors as in ``dense_decode``. pages: a ``PageList`` as
+    q, k, v, lengths, table, scale, workspace, backend, the results and the errors as in ``dense_decode``. pages: a ``PageList`` as
     ``select_pages`` makes it, .pages [B, Hkv, K] int32 ascending page numbers with -1 for none, .counts [B, Hkv] int32, the
-    leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128. Page p holds tokens p * page_size and on.
+    leading entries to walk. page_size: tokens of a page, 16, 32, 64 or 128; with a table, of its pages. Page p of a sequence holds its
+    tokens p * page_size and on, wherever a table says that they lie.
 
     The query heads of a KV head share its list and so its bytes. When every page is listed, in a list with room for the whole cache, the
     result equals ``dense_decode`` with its default splits bit for bit (one tile order). An empty list gives out 0 and lse -inf.
     """
-    check_attention(q, k, v)
+    check_attention(q, k, v, table)
     check_page_size(page_size)
-    _check_pages(pages, k, page_size)
-    batch, kv_heads, tokens, dim = k.shape
+    if table is not None and k.shape[2] != page_size:
+        raise ValueError(f"page_size must be the {k.shape[2]} tokens of the table's pages, got {page_size}.")
+    sizes = spanned(k, table)
+    _check_pages(pages, sizes, page_size)
+    batch, kv_heads, tokens, dim = sizes.shape
     if lengths is not None:
         lengths = check_lengths(lengths, batch, tokens, q.device)
+    check_table_covers(table, lengths, page_size)
     scale = check_scale(scale, dim)
     backend = resolve_backend(backend, q)
     capacity = pages.pages.shape[2]
@@ -135,18 +149,18 @@ def sparse_decode(q, k, v, pages, *, page_size, lengths=None, scale=None, worksp
             if length > 0:
                 listed = _listed(pages, row)
                 if _lists_everything(listed, page_count(length, page_size)):  # nothing to gather
-                    out[row], lse[row] = attend_prefix(q[row], k[row, :, :length], v[row, :, :length], scale)
+                    out[row], lse[row] = attend_prefix(q[row], prefix(k, row, length, table), prefix(v, row, length, table), scale)
                 else:
-                    out[row], lse[row] = _attend_listed(q[row], k[row], v[row], listed, page_size, length, scale)
+                    out[row], lse[row] = _attend_listed(q[row], k, v, listed, page_size, length, scale, row, table)
     else:
         page_numbers = pages.pages.contiguous()
         this_card = card(q.device)
         most = min(capacity * page_size, tokens)
-        shape = launch_shape(q, k, this_card, most)
-        splits = splits_for(k, this_card, shape, most)
+        shape = launch_shape(q, sizes, this_card, most)
+        splits = splits_for(sizes, this_card, shape, most)
         workspace = workspace_for(q, splits, workspace)
         _sparse_kernel[(splits, batch * kv_heads)](
-            q, k, v, lengths, page_numbers, pages.counts.contiguous(), *workspace.partials(splits),
+            q, k, v, lengths, table, page_numbers, pages.counts.contiguous(), *workspace.partials(splits),
             q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
             tokens, batch * q.shape[1], kv_heads, splits, capacity, scale * LOG2_E,
             PAGE=page_size, **shape, **(dict(launch_pdl=True) if shape["DEPENDENT"] else {}),

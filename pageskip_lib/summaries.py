@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .bounds8 import quantized
+from .bounds8 import encode, encode_tile, quantized
 from .checks import DTYPES, HEAD_DIMS, check_bound_size, check_inner_stride, check_lengths, check_page_size, check_tensor, page_count
 from .runtime import resolve_backend, tl, triton
 
@@ -161,3 +161,44 @@ def _reduced(keys, valid, kind):
     # Up: an offset was rounded by 2^-24 of itself, and the conversion to fp32 rounds once more.
     above = torch.nextafter((farthest * (1 + 2**-23)).float(), torch.full((), float("inf"), device=keys.device))
     return dict(mean=mean, radius=torch.where(farthest > 0, above, 0.0))
+
+
+@triton.jit
+def extend_summary(
+    key, sequence, head, dims, there, position, kmin_ptr, kmax_ptr, low_ptr, high_ptr, scale_ptr, channel_ptr, kv_heads, pages,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Part of an append: one sequence's token at ``position``, its key [H, BLOCK_D] for heads [H] that are there [H], enters its page's entry.
+
+    kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high and scale.
+    """
+    own = there[:, None] & (dims < D)
+    # The first token of a page starts its summary anew, whatever the slot held before.
+    merged = own & (position % PAGE != 0)
+    row = sequence * kv_heads + head
+    entry = row * pages + position.to(tl.int64) // PAGE
+    summary = entry[:, None] * D + dims
+    exact = row[:, None] * D + dims if KIND == "minmax8" else summary
+    kmin = tl.minimum(tl.load(kmin_ptr + exact, mask=merged, other=float("inf")), key)
+    kmax = tl.maximum(tl.load(kmax_ptr + exact, mask=merged, other=float("-inf")), key)
+    tl.store(kmin_ptr + exact, kmin, mask=own)
+    tl.store(kmax_ptr + exact, kmax, mask=own)
+    if KIND == "minmax8":
+        channel = tl.load(channel_ptr + row[:, None] * D + dims, mask=own, other=1.0)
+        low, high, scale = encode_tile(tl.where(own, kmin, 0.0), tl.where(own, kmax, 0.0), channel)
+        tl.store(low_ptr + summary, low, mask=own)
+        tl.store(high_ptr + summary, high, mask=own)
+        tl.store(scale_ptr + entry, scale, mask=there)
+
+
+def extend_summary_torch(k_new, row, position, summary, exact):
+    """PyTorch path of ``extend_summary``: keys k_new [A, Hkv, D] of the sequences row [A] at position [A], int64 on the device."""
+    page, fresh = position // summary.page_size, (position % summary.page_size == 0)[:, None, None]
+    coded = summary.kind == "minmax8"
+    for bound, merge in zip(exact, (torch.minimum, torch.maximum)):
+        slot = row if coded else (row, slice(None), page)
+        bound[slot] = torch.where(fresh, k_new, merge(bound[slot], k_new))
+    if coded:
+        codes = encode(*(bound[row][:, :, None] for bound in exact), summary.channel[row])
+        for field, code in zip((summary.kmin, summary.kmax, summary.scale), codes):
+            field[row, :, page] = code[:, :, 0]

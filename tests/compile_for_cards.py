@@ -17,7 +17,7 @@ of 16 elements, lengths and row budgets as given, splits as more than one, rows 
 summaries are launched on tensors without memory, and what they hand to their kernels is noted down. What is left out
 without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
 ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; the
-sparse kernel in fp32 with more than 32 heads a KV head; and of the scores, summaries and appends, which keep nothing in flight, all
+sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the scores, summaries and appends, which keep nothing in flight, all
 but one launch for each piece of code that a constant turns on, and the widest ones (these not for gfx1100).
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
@@ -42,7 +42,7 @@ import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import bounds8, cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
+from pageskip_lib import bounds8, cache, cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
 from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES  # noqa: E402
 
@@ -64,8 +64,9 @@ KERNELS = {
     "read": ceilings._read_kernel, "score": scores._score_kernel, "summary": summaries._minmax_kernel, "append": decode._append_kernel,
     "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
     "newest": dense._dense_kernel, "append+merge": decode._append_and_merge_kernel,
+    "paged dense": dense._dense_kernel, "paged sparse": sparse._sparse_kernel, "paged append": cache._append_paged_kernel,
 }  # fmt: skip
-INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr")
+INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr", "table_ptr", "rows_ptr")
 CODES = ("low_ptr", "high_ptr", "s_low_ptr", "s_high_ptr")
 FLOATS = ("scale_ptr", "channel_ptr", "s_scale_ptr", "s_channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
@@ -128,14 +129,18 @@ def launches(target, everything=False):
     """Every launch to compile for a target, once: (target, kernel, dtype, constants and options of the launch)."""
     card, found = card_of(target), []
     early = dict(launch_pdl=True) if card.dependent_launch else {}
+    in_rows, paged = dict(table_ptr=None), dict(PAGE=16)  # with a table the loads are narrowest in the smallest pages
     cached = dict(k_new_ptr=None, v_new_ptr=None)  # the newest token like the others; a step gives it apart
     for dtype, dim, group, rows, page in attention_cells(everything):
         q, k = torch.empty(rows, group, dim, dtype=dtype, device="meta"), torch.empty(rows, 1, 64, dim, dtype=dtype, device="meta")
         for tokens in (LONG, SHORT) if everything or (dtype, dim, group, rows) == (torch.float16, 96, 6, FEW_ROWS) else (LONG,):
             shape = dense.launch_shape(q, k, card, tokens)
-            found.append((target, "sparse", dtype, shape | page | early) if page else (target, "dense", dtype, shape | cached))
+            whole = in_rows | dict(PAGE=None)
+            found.append((target, "sparse", dtype, shape | page | in_rows | early) if page else (target, "dense", dtype, shape | cached | whole))
             if not page and (everything or (dtype, rows) == (torch.float16, FEW_ROWS)):
-                found.append((target, "newest", dtype, shape))
+                found.append((target, "newest", dtype, shape | whole))
+            if everything or (dtype, rows) == (torch.float16, FEW_ROWS) and group in GROUPS[:2]:
+                found.append((target, "paged sparse", dtype, shape | page | early) if page else (target, "paged dense", dtype, shape | cached | paged))
     blocks = dict(zip(("BLOCK_S", "BLOCK_D"), merge.merge_blocks(32)), DEPENDENT=card.dependent_launch, num_warps=1)
     for dtype in DTYPES:
         found += [(target, "merge", dtype, dict(D=dim) | blocks | early) for dim in HEAD_DIMS]
@@ -166,7 +171,7 @@ def launches(target, everything=False):
         unused = dict.fromkeys(("low_ptr", "high_ptr", "scale_ptr", "channel_ptr"))
         for kind in ("minmax8", "minmax"):
             constants = dict(KIND=kind, PAGE=64, D=dim) | blocks | (unused if kind == "minmax" else {})
-            found.append((target, "append", dtype, constants))
+            found += [(target, "append", dtype, constants), (target, "paged append", dtype, constants)]
             for splits in (2, 32):
                 block_s, merge_d = merge.merge_blocks(splits)
                 merging = dict(BLOCK_S=block_s, MERGE_D=merge_d, num_warps=decode.merging_warps(blocks["BLOCK_H"], blocks["BLOCK_D"]))
@@ -228,7 +233,7 @@ def main():
         print(*(f"{name:>12}" for name in COLUMNS), sep="")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for row in pool.map(listed, wanted):
-            line = json.dumps(row) if options.json else "".join(f"{row.get(name, '-'):>12}" for name in COLUMNS) + "  " + row.get("error", "")
+            line = json.dumps(row) if options.json else "".join(f"{'-' if row.get(name) is None else row[name]:>12}" for name in COLUMNS) + "  " + row.get("error", "")
             print(line, flush=True)
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pageskip_lib import Budget, PageSummary, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
+from pageskip_lib import Budget, CacheFull, PageSummary, dense_decode, page_scores, select_pages, sparse_decode, summarize_pages
 from pageskip_lib import bounds8, decode, dense, runtime
-from pageskip_lib.decode import CacheFull, DecodeStep
+from pageskip_lib.decode import DecodeStep
 from pageskip_lib.merge import Workspace
 
 from helpers import each_backend, int32, randn, same_bits
