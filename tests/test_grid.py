@@ -14,7 +14,7 @@ from pageskip_lib.quality.policies import FullPolicy
 from pageskip_lib.quality.recall import Setting
 
 CELL = grid.Cell("transcripts", "verbatim", 400, 0.4, codes=2)
-FEW = dict(settings=(Setting("window", 16), Setting("pageskip", 16, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max")), shares=(0.6,))
+FEW = dict(settings=(Setting("window", 16), Setting("pageskip", 16, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max")), shares=(0.6,), adaptive=())
 
 
 def test_the_default_grid_is_what_is_promised():
@@ -60,6 +60,14 @@ def test_a_batch_answers_as_each_code_would_alone(smollm):
     assert shares["everything"] == 1 and shares["window, page 16"] == 0 < shares["bound in 8 bits, page 16, max"]
 
 
+def test_adaptive_lists_take_what_seems_to_matter(smollm):
+    """The lower the share that a page must seem to hold, the more is read, up to half of the cache; the row says what it came to."""
+    rows = grid.run_cells(*smollm, [CELL], (), (), adaptive=((16, 0.5), (16, 1 / 100), (16, 1e-9)))
+    assert [row["label"] for row in rows[1:]] == ["pages from 1/2 on, page 16", "pages from 1/100 on, page 16", "pages from 1/1000000000 on, page 16"]
+    full, *read = (row["bytes_per_token"] for row in rows)
+    assert read[0] < read[1] < read[2] < 0.6 * full  # two layers of thirty read everything
+
+
 def test_the_share_of_lists_with_the_code():
     """Two sequences with their codes on pages 2 and 3 to 4; a list must hold all of a code's pages."""
     prompts = [needle.Prompt([0] * 99, [0], range(40, 44)), needle.Prompt([0] * 99, [0], range(63, 66))]
@@ -85,14 +93,14 @@ def test_a_stopped_run_loses_no_finished_cell(smollm, tmp_path, monkeypatch):
     todo = [grid.Cell("jargon", wording, 300, 0.5, codes=1) for wording in grid.WORDINGS]
     real, asked = grid.run_cells, []
 
-    def run_cells(model, tokenizer, together, settings, shares):
+    def run_cells(model, tokenizer, together, *rest):
         asked.extend(together)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return real(model, tokenizer, together, settings, shares)
+        return real(model, tokenizer, together, *rest)
 
     monkeypatch.setattr(grid, "run_cells", run_cells)
-    options = dict(settings=FEW["settings"][:1], shares=(0.5,), scratch=tmp_path / "cells.jsonl", progress=False)
+    options = dict(settings=FEW["settings"][:1], shares=(0.5,), adaptive=(), scratch=tmp_path / "cells.jsonl", progress=False)
     with pytest.raises(KeyboardInterrupt):
         grid.run_grid(*smollm, todo, **options)
     rows, _ = grid.run_grid(*smollm, todo, **options)

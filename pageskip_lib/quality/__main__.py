@@ -65,7 +65,7 @@ def parser():
 
 def grid_command(options, model, tokenizer):
     todo = grid.cells(contexts=options.contexts, depths=options.depths, codes=options.codes)
-    rows, settings = grid.run_grid(model, tokenizer, todo, scratch=grid.scratch_path(model, todo, grid.SETTINGS, grid.SHARES))
+    rows, settings = grid.run_grid(model, tokenizer, todo, scratch=grid.scratch_path(model, todo, grid.SETTINGS, grid.SHARES, grid.ADAPTIVE))
     report(options, "grid", rows, settings, grid.table(rows))
 
 

@@ -20,7 +20,7 @@ from ..models import check_fits, head_dim
 from ..selection import LOCAL_TOKENS, Budget
 from . import needle
 from .needle import ANSWER_TOKENS, HAYSTACKS, QUESTION, STATEMENT, bytes_read, haystack, is_right, plant
-from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+from .policies import AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 from .recall import Setting
 from .sweep import SCRATCH, Cells
 
@@ -35,6 +35,8 @@ SETTINGS = (
     Setting("pageskip", 64, "mean_std", 64, "max"),
 )  # fmt: skip
 SHARES = (1 / 16, 1 / 8, 1 / 4)
+ADAPTIVE = ((16, 1 / 128), (16, 1 / 512), (16, 1 / 2048), (64, 1 / 64), (64, 1 / 256), (64, 1 / 1024))  # page size, least share of a page
+CAP = 1 / 2  # of an adaptive list
 CONTEXTS, DEPTHS, CODES = (2048, 4096, 7168), (0.0, 0.25, 0.5, 0.75, 1.0), 10
 
 
@@ -62,12 +64,17 @@ def codes_for(cell):
     return [str(code) for code in drawn if str(code) not in text][: cell.codes]
 
 
-def policy_for(setting, share, context, dim, element_size):
-    """The policy of a ``Setting`` that reads at most ``share`` of a cache of ``context`` tokens, or None where its forced pages do not fit."""
+def policy_for(setting, share, context, dim, element_size, least=None):
+    """The policy of a ``Setting`` that reads at most ``share`` of a cache of ``context`` tokens, or None where its forced pages do not fit.
+
+    least: of an ``AdaptivePolicy``, which then stands for the setting's.
+    """
     pages, local = setting.pages_within(share, context, dim, element_size), page_count(LOCAL_TOKENS, setting.page_size) + 1
     if pages < 1 + local:
         return None
     budget = Budget(pages, sink=1, local=local)
+    if least:
+        return AdaptivePolicy(budget, setting.page_size, kind=setting.kind, bound_size=setting.bound_size, least=least)
     if setting.policy == "pageskip":
         return PageskipPolicy(budget, setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
     return {"window": WindowPolicy, "random": RandomPolicy}[setting.policy](budget, setting.page_size)
@@ -105,8 +112,9 @@ def ask_all(model, tokenizer, prompts, policy, cache):
     return texts, round(read / tokens), needle_shares(calls, prompts, policy.page_size)
 
 
-def run_cells(model, tokenizer, together, settings, shares):
-    """Rows of cells that share a context and a wording, asked as one batch: the control, then every setting at every budget that holds its forced pages."""
+def run_cells(model, tokenizer, together, settings, shares, adaptive):
+    """Rows of cells that share a context and a wording, asked as one batch: the control, every setting at every budget that holds its forced
+    pages, and adaptive lists, which have no budget but what they come to."""
     context, (statement, question) = together[0].context, WORDINGS[together[0].wording]
     planted = [(cell, code) for cell in together for code in codes_for(cell)]
     prompts = [
@@ -122,6 +130,12 @@ def run_cells(model, tokenizer, together, settings, shares):
             policy = policy_for(setting, share, context, head_dim(model.config), model.dtype.itemsize)
             if policy is not None:
                 policies.append((policy, dict(policy=setting.policy, label=setting.label, budget=share) | about))
+    for page_size, least in adaptive:
+        setting = Setting("pageskip", page_size, "minmax8", page_size, "softmax_sum")
+        policy = policy_for(setting, CAP, context, head_dim(model.config), model.dtype.itemsize, least)
+        about = dict(page_size=page_size, kind="minmax8", bound_size=page_size, group="softmax_sum", least=least)
+        if policy is not None:
+            policies.append((policy, dict(policy="adaptive", label=f"pages from 1/{1 / least:.0f} on, page {page_size}", budget=CAP) | about))
     asked = [(about, *ask_all(model, tokenizer, prompts, policy, cache)) for policy, about in policies]
     rows = []
     for cell in together:
@@ -139,19 +153,20 @@ def run_cells(model, tokenizer, together, settings, shares):
     return rows
 
 
-def scratch_path(model, todo, settings, shares):
+def scratch_path(model, todo, settings, shares, adaptive):
     """Where the finished cells of such a grid are kept: the name changes with the model, the grid, PyTorch and the code of the test."""
-    digest = hashlib.sha256(repr((model.config._name_or_path, model.dtype, str(model.device.type), torch.__version__, todo, settings, shares)).encode())
+    facts = model.config._name_or_path, model.dtype, str(model.device.type), torch.__version__, todo, settings, shares, adaptive
+    digest = hashlib.sha256(repr(facts).encode())
     for file in (__file__, needle.__file__):
         digest.update(Path(file).read_bytes())
     return SCRATCH / f"needle_{digest.hexdigest()[:16]}.jsonl"
 
 
-def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, *, scratch=None, progress=True):
+def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, adaptive=ADAPTIVE, *, scratch=None, progress=True):
     """Ask every cell. Returns (rows, settings). A stopped run that is given the same ``scratch`` file goes on after its last finished batch.
 
     A row: hay, wording, context, depth, policy, label, budget (share of the cache's bytes; 1 for the control), page_size, kind, bound_size,
-    group, asked (codes), right, control_right, bytes_per_token (of a sequence), needle_page_share, answers and codes.
+    group, least (of an adaptive list), asked (codes), right, control_right, bytes_per_token (of a sequence), needle_page_share, answers and codes.
     Raises ValueError when a context does not fit the model or a haystack.
     """
     todo = cells() if todo is None else todo
@@ -160,7 +175,7 @@ def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, *, s
     for cell in todo:
         batches.setdefault((cell.context, cell.wording) if model.device.type == "cuda" else cell, []).append(cell)
     for together in tqdm(batches.values(), desc="batches of cells", disable=not progress):
-        rows += done.get(repr(together), lambda together=together: run_cells(model, tokenizer, together, settings, shares))
+        rows += done.get(repr(together), lambda together=together: run_cells(model, tokenizer, together, settings, shares, adaptive))
     done.remove()
     return rows, dict(
         model=model.config._name_or_path, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type, cells=len(todo),
