@@ -226,7 +226,7 @@ class PagedKVCache:
         del self._pages[row][kept:]
         self.host_lengths[row] = length
         self.table[row, kept:] = -1
-        self.lengths[row] = length
+        self.lengths[row : row + 1] = length  # a slice is filled on the GPU; for a single element PyTorch would wait
         self._summarize(row, length // self.page_size)
 
     def _summarize(self, row, first):

@@ -107,11 +107,11 @@ def test_a_stopped_run_loses_no_finished_cell(smollm, tmp_path, monkeypatch):
     assert asked == [todo[0], todo[1], todo[1]] and len(rows) == 4 and not options["scratch"].exists()
 
 
-def test_cells_whose_control_fails_are_marked_not_counted():
+def test_codes_that_the_control_misses_are_marked_not_counted():
     row = dict(label="a", budget=0.5, policy="window", asked=10, bytes_per_token=2e6, needle_page_share=0.5)
-    rows = [row | dict(right=9, control_right=10), row | dict(right=3, control_right=4), row | dict(right=8, control_right=10, policy="full", label="b")]
-    assert grid.summarized(rows)["a", 0.5] == (9, 10, 1, 2e6, 0.5)
-    assert "9 of 10" in grid.table(rows) and "1 cells; in 0 of them" in grid.table(rows)
+    rows = [row | dict(right=9, kept=8, control_right=9), row | dict(right=3, kept=0, control_right=0), row | dict(right=9, kept=9, control_right=9, policy="full", label="b")]
+    assert grid.summarized(rows)["a", 0.5] == (8, 9, 1, 2e6, 0.5)
+    assert "8 of 9" in grid.table(rows) and "1 cells; the control misses 1 of their 10 codes, all of them in 0 cells" in grid.table(rows)
 
 
 def test_the_command_prints_and_records(smollm, tmp_path, monkeypatch, capsys):
