@@ -12,7 +12,7 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def _add_norm_kernel(residual_ptr, x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr):
+def _add_norm_kernel(residual_ptr, x_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * size
     dims = tl.arange(0, BLOCK)
     there = dims < size
@@ -22,7 +22,7 @@ def _add_norm_kernel(residual_ptr, x_ptr, weight_ptr, out_ptr, size, eps, BLOCK:
         tl.store(residual_ptr + row + dims, hidden, mask=there)
     hidden = hidden.to(tl.float32)
     normed = hidden * tl.rsqrt(tl.sum(hidden * hidden, axis=0) / size + eps)
-    tl.store(out_ptr + row + dims, normed * tl.load(weight_ptr + dims, mask=there, other=0.0).to(tl.float32), mask=there)
+    tl.store(normed_ptr + row + dims, normed * tl.load(weight_ptr + dims, mask=there, other=0.0).to(tl.float32), mask=there)
 
 
 @triton.jit
@@ -52,13 +52,13 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up_ptr, gated_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = dims < size
     gate = tl.load(gate_up_ptr + row * 2 * size + dims, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * size + size + dims, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + dims, gate * tl.sigmoid(gate) * up, mask=there)
+    tl.store(gated_ptr + row * size + dims, gate * tl.sigmoid(gate) * up, mask=there)
 
 
 def add_norm(residual, x, weight, eps, backend):
@@ -71,9 +71,10 @@ def add_norm(residual, x, weight, eps, backend):
             residual += x
         hidden = residual.float()
         return (weight.float() * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))).to(residual.dtype)
-    out, size = torch.empty_like(residual), residual.shape[1]
-    _add_norm_kernel[(len(residual),)](residual, x, weight, out, size, eps, BLOCK=triton.next_power_of_2(size))
-    return out
+    normed, size = torch.empty_like(residual), residual.shape[1]
+    block = triton.next_power_of_2(size)
+    _add_norm_kernel[(len(residual),)](residual, x, weight, normed, size, eps, BLOCK=block, num_warps=max(1, min(8, block // 256)))
+    return normed
 
 
 def rotate(projected, cos, sin, q, k, v, backend):
