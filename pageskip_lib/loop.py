@@ -51,6 +51,20 @@ def product(*linears):
     return joined([one.weight for one in linears]), None if linears[0].bias is None else joined([one.bias for one in linears])
 
 
+def products(layer):
+    """A layer's four matrix products, each as (weight, bias): to q, k and v; from attention's out; to gate and up; down."""
+    attention, mlp = layer.self_attn, layer.mlp
+    together = ((attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+    return [product(*linears) for linears in together]
+
+
+def join_projections(model):
+    """Move the projections of ``model`` that read the same input next to each other in memory. A ``DecodeLoop`` does so where it is not done."""
+    check_model(model)
+    for layer in model.model.layers:
+        products(layer)
+
+
 def check_model(model):
     """The loop calls the model's modules itself, so it must know them: what they are, and that nothing lies between."""
     if type(model) not in (LlamaForCausalLM, Qwen2ForCausalLM):
@@ -69,12 +83,12 @@ class Layer:
     """What the loop needs of one layer: its two norms, its four products as (weight, bias), and its attention's ``DecodeStep``."""
 
     input_norm: torch.nn.Module
-    qkv: tuple
-    step: DecodeStep
-    out: tuple
     feed_norm: torch.nn.Module
+    qkv: tuple
+    out: tuple
     gate_up: tuple
     down: tuple
+    step: DecodeStep
 
 
 class DecodeLoop:
@@ -104,17 +118,11 @@ class DecodeLoop:
         self.backend = resolve_backend(backend, k)
         self.tokens = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
         for n, (layer, (k, v)) in enumerate(zip(model.model.layers, caches)):
-            attention, mlp = layer.self_attn, layer.mlp
             step = DecodeStep(
                 k, v, torch.zeros(k.shape[0], dtype=torch.int32, device=k.device), everything if n < dense_layers else budget,
-                heads=model.config.num_attention_heads, page_size=page_size, kind=kind, group=group, scale=attention.scaling, backend=backend,
+                heads=model.config.num_attention_heads, page_size=page_size, kind=kind, group=group, scale=layer.self_attn.scaling, backend=backend,
             )  # fmt: skip
-            self.layers.append(
-                Layer(
-                    layer.input_layernorm, product(attention.q_proj, attention.k_proj, attention.v_proj), step, product(attention.o_proj),
-                    layer.post_attention_layernorm, product(mlp.gate_proj, mlp.up_proj), product(mlp.down_proj),
-                )
-            )  # fmt: skip
+            self.layers.append(Layer(layer.input_layernorm, layer.post_attention_layernorm, *products(layer), step))
         self._graphs = {}
 
     @property
