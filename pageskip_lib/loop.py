@@ -73,9 +73,9 @@ def check_model(model):
         raise ValueError("model must have full attention in every layer, got some with a sliding window.")
     if model.config.hidden_act != "silu":
         raise ValueError(f"model must have hidden_act 'silu', got {model.config.hidden_act!r}.")
-    odd = next((name for name, module in model.named_modules() if name.endswith("_proj") and type(module) is not torch.nn.Linear), None)
-    if odd:
-        raise TypeError(f"model's projections must be nn.Linear, neither quantised nor adapted, got {type(model.get_submodule(odd)).__name__} as {odd}.")
+    for name, module in model.named_modules():
+        if name.endswith("_proj") and type(module) is not torch.nn.Linear:
+            raise TypeError(f"model's projections must be nn.Linear, neither quantised nor adapted, got {type(module).__name__} as {name}.")
 
 
 @dataclass
@@ -210,7 +210,8 @@ class DecodeLoop:
     def _check_room(self, count):
         step = self.steps[0]
         if count > step.room:
-            raise CacheFull(f"The caches hold {step.k.shape[2]} tokens a sequence, with room for {step.room} more, not {count}; nothing was appended.")
+            capacity = step.k.shape[2]
+            raise CacheFull(f"The caches hold {capacity} tokens a sequence, with room for {step.room} more, not {count}; nothing was appended.")
 
     def __call__(self):
         self._check_room(1)

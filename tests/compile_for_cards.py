@@ -17,8 +17,9 @@ of 16 elements, lengths and row budgets as given, splits as more than one, rows 
 summaries are launched on tensors without memory, and what they hand to their kernels is noted down. What is left out
 without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
 ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; the
-sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the scores, summaries, appends and what
-lies between a layer's products, which keep nothing in flight, all but one launch for each piece of code that a constant turns on, and the widest ones (these not for gfx1100).
+sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the
+scores, summaries, appends and what lies between a layer's products, which keep nothing in flight, all but one launch for each
+piece of code that a constant turns on, and the widest ones (these not for gfx1100).
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
 memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is

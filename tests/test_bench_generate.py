@@ -88,7 +88,6 @@ def test_layers_that_read_everything_are_the_first_two_or_none_or_all(measured):
     for name, expected in ((generate.SERVED, [False, False, True]), (generate.EVERY, [True] * 3), ("pageskip dense", [False] * 3)):
         (loop,) = calls[name][0].__defaults__
         assert [step.selects for step in loop.steps] == expected, name
-        _, kv_heads, _, dim = loop.steps[0].v.shape
         for step, selects in zip(loop.steps, expected):
             kept = step.v.clone()
             step.v[:, :, : FIRST - 128] = float("nan")  # all but the newest pages: no list is all of those

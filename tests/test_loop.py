@@ -222,7 +222,7 @@ def test_layers_that_were_exchanged_are_refused(qwen2):
     qwen2.model.layers[2].mlp.up_proj = Adapted(256, 256, bias=False)
     with pytest.raises(TypeError, match="nn.Linear, neither quantised nor adapted, got Adapted as model.layers.2.mlp.up_proj"):
         make_loop(qwen2)
-    other, _ = make(*MODELS["llama"](), "cpu"), None
+    other = make(*MODELS["llama"](), "cpu")
     other.config.hidden_act = "gelu"
     with pytest.raises(ValueError, match="hidden_act 'silu'"):
         make_loop(other)
@@ -231,7 +231,7 @@ def test_layers_that_were_exchanged_are_refused(qwen2):
 # --- captured -----------------------------------------------------------------------------------------------------------
 
 
-def captured_twice(call):
+def captured_and_replayed(call):
     """``call`` on a side stream, then in a CUDA graph, then replayed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -270,7 +270,7 @@ def test_every_part_of_the_token_step_can_be_captured(part, qwen2):
         "head": lambda: model.lm_head(x),
         "argmax": lambda: loop.tokens.copy_(model.lm_head(x).argmax(-1)),
     }
-    captured_twice(parts[part])
+    captured_and_replayed(parts[part])
 
 
 @pytest.mark.gpu
@@ -292,7 +292,8 @@ def test_a_captured_loop_equals_an_eager_one(model, dtype, monkeypatch):
         assert torch.equal(eager.tokens, captured.tokens), f"token {n}"
     for n, (one, other) in enumerate(zip(eager.steps, captured.steps)):
         for row, length in enumerate((100, 63)):
-            assert same_bits(one.k[row, :, :length], other.k[row, :, :length]) and same_bits(one.v[row, :, :length], other.v[row, :, :length]), f"layer {n}"
+            for a, b in ((one.k, other.k), (one.v, other.v)):
+                assert same_bits(a[row, :, :length], b[row, :, :length]), f"layer {n}"
         assert all(torch.equal(a, b) for a, b in zip(one._state(), other._state())), f"layer {n}"
     for loop in (eager, captured):
         loop.set_lengths(int32([40, 3], model.device))

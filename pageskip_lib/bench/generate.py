@@ -21,6 +21,8 @@ WALL = 16  # tokens of the run that the host's clock times
 SECONDS_EACH = 0.02  # of a measurement: the launch of a graph with hundreds of kernels, which comes first, vanishes in it
 RANDOM = "DeepSeek-R1-Distill-Qwen-1.5B"
 TINY = costs.ModelShape("tiny", 3, 4, 2, 64, 256, 512, 1024, tied=False, qkv_bias=True)
+COLUMNS = dict(microseconds="step", products="products", attention="attention", rest="rest", tokens_per_s="tokens/s")
+RATIOS = dict(speed_up="over flash", speed_up_best="over best")
 # model: [(batch, tokens), ...]
 SHAPES = {
     "cuda": {models.TITLE: [(1, 8192), (8, 8192), (32, 8192)], RANDOM: [(32, 65536), (8, 65536), (1, 65536), (1, 262144)]},
@@ -217,12 +219,11 @@ def table(rows):
             f"{model} ({one['weights']} weights), {one['layers']} layers, {one['dtype']}, {batch} x {tokens:,}, page {one['page_size']}, "
             f"{one['budget_pages']} pages{'' if one['selects'] else ': too short to choose pages from'}"
         )
-        lines.append(f"{'microseconds':<26}" + "".join(f"{name:>11}" for name in ("step", "products", "attention", "rest", "tokens/s", "over SDPA", "over best")))
+        lines.append(f"{'microseconds':<26}" + "".join(f"{head:>11}" for head in (*COLUMNS.values(), *RATIOS.values())))
         for row in block:
-            cells = "".join(f"{row[name]:>11,.0f}" if name in row else f"{'-':>11}" for name in ("microseconds", "products", "attention", "rest", "tokens_per_s"))
-            lines.append(
-                f"{row['arm']:<26}{cells}" + "".join(f"{row[name]:>10.2f}x" if name in row else f"{'-':>11}" for name in ("speed_up", "speed_up_best"))
-            )
+            cells = [f"{row[name]:>11,.0f}" if name in row else f"{'-':>11}" for name in COLUMNS]
+            cells += [f"{row[name]:>10.2f}x" if name in row else f"{'-':>11}" for name in RATIOS]
+            lines.append(f"{row['arm']:<26}" + "".join(cells))
         lines.append(memory_line(next(row for row in block if row["arm"] == SERVED)))
     return "\n".join(lines)
 
