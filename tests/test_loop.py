@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from pageskip_lib import Budget, CacheFull, fused  # before transformers: it imports triton
+from pageskip_lib import Budget, CacheFull, DecodeStep, fused  # before transformers: it imports triton
 from pageskip_lib.live_model import use_pageskip
 from pageskip_lib.loop import DecodeLoop, empty_caches, joined
 from pageskip_lib.quality.needle import haystack
@@ -162,6 +162,17 @@ def test_dense_layers_read_everything(qwen2):
     loop = make_loop(qwen2, budget=Budget(4), dense_layers=4)
     loop.prefill(list(ids))
     assert loop.generate(12).tolist() == generate(qwen2, ids, 12) and not loop.selects
+
+
+def test_only_layers_that_may_choose_pages_do(qwen2, monkeypatch):
+    """A layer that reads everything could also list everything: the same tokens, later."""
+    monkeypatch.setattr("pageskip_lib.decode.break_even", lambda k, budget, page_size, card: budget.pages * page_size)
+    seen, run = [], DecodeStep._run
+    monkeypatch.setattr(DecodeStep, "_run", lambda step, selects: seen.append(selects) or run(step, selects))
+    loop = make_loop(qwen2, budget=Budget(4), dense_layers=1)
+    loop.prefill(list(prompt(63, device=qwen2.device)))
+    loop.generate(2)
+    assert seen == [False] * 4 + [False, True, True, True]
 
 
 def test_lengths_can_be_put_back(qwen2):
