@@ -14,6 +14,7 @@ from .summaries import PageSummary, summarize_pages
 __all__ = [
     "Budget",
     "CacheFull",
+    "DecodeLoop",
     "DecodeStep",
     "ModelUnavailable",
     "PageList",
@@ -34,9 +35,13 @@ __all__ = [
 
 
 def __getattr__(name):
-    """``use_pageskip`` is loaded on first use: it imports transformers, which takes seconds that kernels can do without."""
+    """What imports transformers is loaded on first use: it takes seconds that kernels can do without."""
     if name == "use_pageskip":
         from .live_model import use_pageskip
 
         return use_pageskip
+    if name == "DecodeLoop":
+        from .loop import DecodeLoop
+
+        return DecodeLoop
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,9 @@ of 16 elements, lengths and row budgets as given, splits as more than one, rows 
 summaries are launched on tensors without memory, and what they hand to their kernels is noted down. What is left out
 without ``--all``: bf16, which is as wide as fp16; all but one D and one G of those that are padded to the same power of two (the
 ones taken have padding to mask); many rows for the sparse kernel and for fp32, where the tile is no wider than with few; the
-sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the scores, summaries and appends, which keep nothing in flight, all
-but one launch for each piece of code that a constant turns on, and the widest ones (these not for gfx1100).
+sparse kernel in fp32 with more than 32 heads a KV head; with a page table more than 32 heads, many rows and fp32; and of the
+scores, summaries, appends and what lies between a layer's products, which keep nothing in flight, all but one launch for each
+piece of code that a constant turns on, and the widest ones (these not for gfx1100).
 
 Columns. registers: of one thread; of AMD's, vector registers. local: bytes a thread that did not fit into registers and lie in
 memory instead (the stack frame of the cubin, the private segment of the hsaco: these kernels have no arrays, so all of it is
@@ -42,7 +43,7 @@ import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import bounds8, cache, cards, decode, dense, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
+from pageskip_lib import bounds8, cache, cards, decode, dense, fused, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
 from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES  # noqa: E402
 
@@ -65,12 +66,14 @@ KERNELS = {
     "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
     "newest": dense._dense_kernel, "append+merge": decode._append_and_merge_kernel,
     "paged dense": dense._dense_kernel, "paged sparse": sparse._sparse_kernel, "paged append": cache._append_paged_kernel,
+    "first norm": fused._add_norm_kernel, "norm": fused._add_norm_kernel, "rotate": fused._rotate_kernel, "gate": fused._gate_kernel,
 }  # fmt: skip
 INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr", "table_ptr", "rows_ptr")
 CODES = ("low_ptr", "high_ptr", "s_low_ptr", "s_high_ptr")
 FLOATS = ("scale_ptr", "channel_ptr", "s_scale_ptr", "s_channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
-TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32")
+IN_DTYPE += ("residual_ptr", "weight_ptr", "normed_ptr", "projected_ptr", "cos_ptr", "sin_ptr", "gate_up_ptr", "gated_ptr")
+TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32", eps="fp32")
 STRIDES = {f"{name}_{axis}" for name in (*"qkvfs", "low", "high", "scale") for axis in ("batch", "head", "token", "entry")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
 ROW_PAGES = (64, 1024, 4096, 16384)
@@ -116,6 +119,11 @@ def summary_cells(everything):
 def append_cells(everything):
     """(dtype, D, KV heads) of the launches that append a token."""
     return itertools.product(DTYPES, HEAD_DIMS, (1, 8, 32)) if everything else ((torch.float16, 96, 6), (torch.float16, 192, 32))
+
+
+def fused_cells(everything):
+    """(dtype, D, hidden size) of the launches between a layer's products."""
+    return itertools.product(DTYPES, HEAD_DIMS, (576, 4096, 8192)) if everything else ((torch.float16, 96, 8192), (torch.float32, 256, 576))
 
 
 def noted(module, kernel, call):
@@ -176,6 +184,13 @@ def launches(target, everything=False):
                 block_s, merge_d = merge.merge_blocks(splits)
                 merging = dict(BLOCK_S=block_s, MERGE_D=merge_d, num_warps=decode.merging_warps(blocks["BLOCK_H"], blocks["BLOCK_D"]))
                 found.append((target, "append+merge", dtype, constants | merging | early))
+    for dtype, dim, hidden in fused_cells(everything):
+        x, heads = torch.empty(1, hidden, dtype=dtype, device="meta"), torch.empty(1, 1, dim, dtype=dtype, device="meta")
+        normed = noted(fused, "_add_norm_kernel", lambda: fused.add_norm(x, x, x[0], 1e-6, "triton"))  # noqa: B023
+        rotated = noted(fused, "_rotate_kernel", lambda: fused.rotate(x, x, x, heads, heads, heads, "triton"))  # noqa: B023
+        gated = noted(fused, "_gate_kernel", lambda: fused.gated(x, "triton"))  # noqa: B023
+        found += [(target, "first norm", dtype, normed | dict(x_ptr=None)), (target, "norm", dtype, normed)]
+        found += [(target, "rotate", dtype, rotated), (target, "gate", dtype, gated)]
     return list({str(launch): launch for launch in found}.values())
 
 

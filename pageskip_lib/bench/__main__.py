@@ -1,11 +1,12 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``launches``, ``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``generate``, ``launches``, ``ceilings`` or
+``pitfalls``."""
 
 import argparse
 
 from tqdm import tqdm
 
 from .. import runtime
-from . import ceilings, dense, launches, pitfalls, records, step
+from . import ceilings, dense, generate, launches, pitfalls, records, step
 
 # name: what it measures, the function that does, its table, and how many measurements that takes (None: not known before)
 COMMANDS = {
@@ -14,6 +15,7 @@ COMMANDS = {
     "sparse": ("the kernel that walks a page list, alone", step.run_sparse, step.table, None),
     "step": ("the whole step, selection included, against dense attention", step.run_step, step.table, None),
     "changes": ("the step after each of the changes that made it fast", step.run_changes, step.changes_table, None),
+    "generate": ("a whole model's token step, split into products, attention and the rest", generate.run_generate, generate.table, None),
     "launches": ("a step called from Python and replayed from a CUDA graph, and what the graph froze", launches.run_launches, launches.table, None),
     "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
     "pitfalls": (
