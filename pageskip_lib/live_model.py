@@ -193,7 +193,7 @@ class LiveCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, LiveCacheLayer)]
 
     def leave_out(self, mask):
-        """Before a forward with ``mask`` (2-D [B, T], 4-D [B, H, n, T], or None): rows that hold nothing yet will not store the padding at their left.
+        """Before a forward with ``mask`` (2-D [B, T], 4-D [B, H, n, T], or None): rows that hold nothing yet will not store their padding.
 
         Raises ValueError when the mask counts a token that was left out before.
         """
@@ -343,7 +343,8 @@ def use_pageskip(model, policy, *, record=None):
     if any(getattr(module, "pageskip_session", None) for module in modules):
         raise RuntimeError("This model is inside another use_pageskip already; leave that one first.")
     before = model.config._attn_implementation
-    hooks = model.register_forward_pre_hook(session.before_forward, with_kwargs=True), model.register_forward_hook(session.after_forward, always_call=True)
+    hooks = [model.register_forward_pre_hook(session.before_forward, with_kwargs=True)]
+    hooks.append(model.register_forward_hook(session.after_forward, always_call=True))
     try:
         model.set_attn_implementation(ATTENTION)
         if model.config._attn_implementation != ATTENTION:

@@ -185,7 +185,9 @@ def test_equal_length_batch(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(do_sample=True, top_k=5), dict(num_beams=3), dict(num_return_sequences=2, do_sample=True)], ids=["greedy", "sampling", "beams", "two each"]
+    "options",
+    [{}, dict(do_sample=True, top_k=5), dict(num_beams=3), dict(num_return_sequences=2, do_sample=True)],
+    ids=["greedy", "sampling", "beams", "two each"],
 )
 def test_ragged_batch_generates_the_same_tokens(model, options):
     """Case K1: left padding is neither attended nor summarised, whatever generate() does with the rows."""
@@ -276,8 +278,8 @@ def test_a_4d_mask(llama, dtype):
     with use_pageskip(llama, EVERYTHING) as session:
         cache = LiveCache(llama.config)
         for new in (slice(0, 49), slice(49, 50)):
-            positions = torch.arange(50, device=ids.device)[None, new]
-            found = llama(ids[:, new], attention_mask=full[:, :, new, : new.stop], position_ids=positions, **{cache_argument(llama): cache}).logits[:, -1]
+            given = dict(attention_mask=full[:, :, new, : new.stop], position_ids=torch.arange(50, device=ids.device)[None, new])
+            found = llama(ids[:, new], **given, **{cache_argument(llama): cache}).logits[:, -1]
     torch.testing.assert_close(found, expected, **CLOSE)
     assert (session.exact_layers == {}) == (dtype == torch.bool)
     assert cache.layers[0].lengths.tolist() == [50, 43, 17]
@@ -305,8 +307,8 @@ def test_a_ragged_cache_goes_on_outside(llama):
     cache = LiveCache(llama.config)
 
     def read(start, stop):
-        given = {cache_argument(llama): cache}
-        found = llama(ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=torch.arange(start, stop, device=ids.device)[None], **given).logits
+        given = dict(attention_mask=mask[:, :stop], position_ids=torch.arange(start, stop, device=ids.device)[None])
+        found = llama(ids[:, start:stop], **given, **{cache_argument(llama): cache}).logits
         torch.testing.assert_close(found[mask[:, start:stop].bool()], expected[:, start:stop][mask[:, start:stop].bool()], **CLOSE)
 
     with use_pageskip(llama, EVERYTHING):
@@ -572,16 +574,20 @@ def test_crop_of_an_empty_layer():
     ],
     ids=["reorder to one", "swap", "repeat", "select"],
 )
-def test_rows_that_move_take_their_summaries_along(change, rows, device):
+@pytest.mark.parametrize("kind, padding", [("minmax", None), ("minmax", [0, 9]), ("minmax8", [20, 3])])
+def test_rows_that_move_take_their_summaries_along(change, rows, kind, padding, device):
     """Case K6."""
     layer = LiveCacheLayer()
-    keys, values = fill(layer, 40, seed=0, device=device)
-    layer.summary(16)
+    layer.padding = None if padding is None else torch.tensor(padding, device=device)
+    fill(layer, 40, seed=0, device=device)
+    layer.summary(16, kind=kind)
+    keys, values, lengths = layer.keys.clone(), layer.values.clone(), layer.lengths.tolist()
     change(layer)
     assert same_bits(layer.keys, keys[rows]) and same_bits(layer.values, values[rows])
-    assert_summary_is_current(layer)
+    assert layer.lengths.tolist() == [lengths[row] for row in rows]
+    assert_summary_is_current(layer, kind=kind)
     fill(layer, 10, seed=1, device=device, batch=len(rows))
-    assert_summary_is_current(layer)
+    assert_summary_is_current(layer, kind=kind)
 
 
 def test_reset_forgets_everything(device):
