@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageskip_lib import bounds8, Budget, PageList, page_scores, reference, select_pages, summarize_pages  # before transformers: it imports triton
+from pageskip_lib.checks import page_count
 from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
 from pageskip_lib.quality.policies import POLICIES, AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
@@ -14,7 +15,7 @@ from transformers import (
     Qwen2ForCausalLM, StaticCache,
 )  # fmt: skip
 
-from helpers import randn, same_bits
+from helpers import int32, randn, same_bits
 
 SIZES = dict(
     vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -183,15 +184,140 @@ def test_equal_length_batch(model):
     assert session.exact_layers == {} and any(pages is not None for _, _, pages in calls)
 
 
-def test_ragged_batch_stays_exact_and_is_listed(model):
-    """Case K1: left padding comes as a mask, which no page list can express; such steps are exact, and say so."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(do_sample=True, top_k=5), dict(num_beams=3), dict(num_return_sequences=2, do_sample=True)],
+    ids=["greedy", "sampling", "beams", "two each"],
+)
+def test_ragged_batch_generates_the_same_tokens(model, options):
+    """Case K1: left padding is neither attended nor summarised, whatever generate() does with the rows."""
     ids, mask = ragged(model)
-    expected = generate(model, ids, attention_mask=mask)
-    calls = []
-    with use_pageskip(model, FEW, record=calls) as session:
-        assert generate(model, ids, attention_mask=mask) == expected
-    assert session.exact_layers == {layer: "padding or another mask is in force" for layer in range(4)}
+    torch.manual_seed(1)
+    expected, calls = generate(model, ids, new=40, attention_mask=mask, **options), []
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        torch.manual_seed(1)
+        assert generate(model, ids, new=40, attention_mask=mask, **options) == expected
+    assert session.exact_layers == {} and len(calls) == 4 * 39
+    rows = len(expected) * options.get("num_beams", 1)
+    lengths = torch.tensor([50, 43, 17]).repeat_interleave(rows // 3) + 39
+    assert torch.equal(calls[-1][2].counts.cpu(), ((lengths + 15) // 16).int()[:, None].expand(rows, 2)), "pages of the row's own tokens"
+
+
+def test_ragged_rows_choose_what_they_choose_alone(model):
+    """A small budget: every row generates what its prompt gives by itself, from the same pages."""
+    ids, mask = prompt(300, batch=3, device=model.device), torch.ones(3, 300, dtype=torch.long, device=model.device)
+    padding = (0, 37, 130)
+    for row, left in enumerate(padding):
+        ids[row, :left], mask[row, :left] = 0, 0
+    together, alone, calls = [], [], []
+    with use_pageskip(model, FEW, record=calls):
+        together = generate(model, ids, attention_mask=mask)
+        at_once = [pages for _, _, pages in calls]
+        for row, left in enumerate(padding):
+            calls.clear()
+            alone += generate(model, ids[row : row + 1, left:])
+            assert all(torch.equal(many.pages[row], one.pages[0]) for many, (_, _, one) in zip(at_once, calls, strict=True))
+    assert together == alone
+
+
+@pytest.mark.parametrize("kind", ["minmax", "minmax8", "mean_std"])
+@torch.inference_mode()
+def test_poisoned_padding_is_never_felt(llama, kind):
+    """Case A8 in a model: where the padding's keys and values are NaN, in every layer, the real tokens do not notice."""
+    ids, mask = ragged(llama)
+    with use_pageskip(llama, PageskipPolicy(Budget(4), dense_layers=0, kind=kind)) as session:
+        expected = generate(llama, ids, new=40, attention_mask=mask, suppress_tokens=[0])
+        llama.model.embed_tokens.weight[0] = float("nan")
+        assert llama(ids, attention_mask=mask).logits[1, :7].isnan().all(), "the padding was not poisoned"
+        assert generate(llama, ids, new=40, attention_mask=mask, suppress_tokens=[0]) == expected
+    assert session.exact_layers == {}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunk", [1, 5, 16, 49])
+def test_ragged_prompts_in_chunks(model, chunk):
+    """Case K5: chunks that are all padding for some rows, part of it for others, and one token at a time after them."""
+    ids, mask = ragged(model)
+    ids, mask = torch.cat([ids, prompt(20, batch=3, seed=1, device=model.device)], 1), torch.cat([mask, torch.ones_like(mask[:, :20])], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    with use_pageskip(model, EVERYTHING) as session:
+        cache, at = LiveCache(model.config), 0
+        for many in [chunk] * (50 // chunk) + [50 % chunk] * (50 % chunk > 0) + [1, 1, 7, 1, 3, 1, 1, 5]:
+            given = dict(attention_mask=mask[:, : at + many], position_ids=positions[:, at : at + many])
+            found = model(ids[:, at : at + many], **given, **{cache_argument(model): cache}).logits
+            real = mask[:, at : at + many].bool()
+            torch.testing.assert_close(found[real], expected[:, at : at + many][real], **CLOSE)
+            at += many
+            assert all(layer.lengths.tolist() == [at, max(0, at - 7), max(0, at - 33)] for layer in cache.layers)
+    assert at == 70 and set(session.exact_layers.values()) <= {"a mask that is not padding on the left"}
+
+
+@torch.inference_mode()
+def test_other_masks_stay_exact_and_are_listed(llama):
+    """A hole in the middle, as padding after a first answer leaves it, in a cache with padding on the left and in one without."""
+    ids, mask = ragged(llama)
+    mask[:, 40:44] = 0
+    expected, calls = generate(llama, ids, attention_mask=mask), []
+    with use_pageskip(llama, FEW, record=calls) as session:
+        assert generate(llama, ids, attention_mask=mask) == expected
+        assert generate(llama, ids[:1], attention_mask=mask[:1]) == expected[:1]
+    assert session.exact_layers == {layer: "a mask that is not padding on the left" for layer in range(4)}
     assert calls == []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_4d_mask(llama, dtype):
+    """Made by hand: boolean ones are understood as padding, those that are added to the scores only where they fill the cache."""
+    ids, mask = ragged(llama)
+    expected = llama(ids, attention_mask=mask).logits[:, -1]
+    full = torch.ones(50, 50, dtype=torch.bool, device=ids.device).tril()[None, None] & mask[:, None, None].bool()
+    if dtype != torch.bool:
+        full = torch.zeros(full.shape, device=ids.device).masked_fill(~full, torch.finfo(dtype).min)
+    with use_pageskip(llama, EVERYTHING) as session:
+        cache = LiveCache(llama.config)
+        for new in (slice(0, 49), slice(49, 50)):
+            given = dict(attention_mask=full[:, :, new, : new.stop], position_ids=torch.arange(50, device=ids.device)[None, new])
+            found = llama(ids[:, new], **given, **{cache_argument(llama): cache}).logits[:, -1]
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert (session.exact_layers == {}) == (dtype == torch.bool)
+    assert cache.layers[0].lengths.tolist() == [50, 43, 17]
+
+
+@torch.inference_mode()
+def test_padding_that_was_left_out_cannot_come_back(llama):
+    ids, mask = ragged(llama)
+    with use_pageskip(llama, EVERYTHING):
+        cache = LiveCache(llama.config)
+        given = {cache_argument(llama): cache}
+        llama(ids, attention_mask=mask, **given)
+        with pytest.raises(ValueError, match="give attention_mask with every step"):
+            llama(ids[:, -1:], **given)
+        with pytest.raises(ValueError, match="counts tokens that were padding when they were cached"):
+            llama(ids[:, -1:], attention_mask=torch.ones(3, 51, device=ids.device), **given)
+        assert cache.get_seq_length() == 50
+
+
+@torch.inference_mode()
+def test_a_ragged_cache_goes_on_outside(llama):
+    """Plain transformers gets the padding back in its place, and inside again it is left out again."""
+    ids, mask = ragged(llama)
+    expected = llama(ids, attention_mask=mask).logits
+    cache = LiveCache(llama.config)
+
+    def read(start, stop):
+        given = dict(attention_mask=mask[:, :stop], position_ids=torch.arange(start, stop, device=ids.device)[None])
+        found = llama(ids[:, start:stop], **given, **{cache_argument(llama): cache}).logits
+        torch.testing.assert_close(found[mask[:, start:stop].bool()], expected[:, start:stop][mask[:, start:stop].bool()], **CLOSE)
+
+    with use_pageskip(llama, EVERYTHING):
+        read(0, 40)
+    read(40, 46)
+    with use_pageskip(llama, EVERYTHING) as session:
+        for n in range(46, 50):
+            read(n, n + 1)
+    assert session.exact_layers == {} and cache.layers[0].lengths.tolist() == [50, 43, 17]
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, FEW], ids=["all pages", "few pages"])
@@ -203,7 +329,7 @@ def test_static_cache(llama, policy):
     assert generate(llama, ids, **static) == expected
     with use_pageskip(llama, policy) as session:
         assert generate(llama, ids, **static) == expected
-    assert set(session.exact_layers.values()) <= {"padding or another mask is in force"}
+    assert set(session.exact_layers.values()) <= {"a mask that is not padding on the left"}
 
 
 @torch.inference_mode()
@@ -341,21 +467,24 @@ def fill(layer, tokens, seed, dtype=torch.float32, device="cpu", batch=2):
 
 def assert_summary_is_current(layer, page_size=16, **options):
     """What a rebuild from the cached keys gives; for minmax bit for bit, and what the reference says."""
-    found, rebuilt = layer.summary(page_size, **options), summarize_pages(layer.keys.contiguous(), page_size, **options)
+    keys, lengths = layer.keys.contiguous(), layer.lengths
+    found, rebuilt = layer.summary(page_size, **options), summarize_pages(keys, page_size, lengths=lengths, **options)
+    assert found.page_size == page_size and torch.equal(found.lengths, lengths)
+    assert (found.kind, found.bound_size, found.pages) == (rebuilt.kind, rebuilt.bound_size, rebuilt.pages)
+    held = (torch.arange(page_count(keys.shape[2], found.bound_size), device=keys.device) * found.bound_size < lengths[:, None]).nonzero(as_tuple=True)
+    entries = lambda field: field.transpose(1, 2)[held]  # noqa: E731  (past a row's length an entry may hold anything)
     if found.kind == "minmax8":
-        exact = summarize_pages(layer.keys.contiguous(), page_size, **options | dict(kind="minmax"))
+        exact = summarize_pages(keys, page_size, lengths=lengths, **options | dict(kind="minmax"))
         codes = bounds8.encode(exact.kmin, exact.kmax, found.channel)  # in the channels that the first keys chose
-        assert all(same_bits(getattr(found, name), code) for name, code in zip(("kmin", "kmax", "scale"), codes))
+        assert all(same_bits(entries(getattr(found, name)), entries(code)) for name, code in zip(("kmin", "kmax", "scale"), codes))
         return
-    assert found.page_size == page_size and found.lengths.tolist() == [layer.get_seq_length()] * layer.keys.shape[0]
-    assert (found.kind, found.bound_size) == (rebuilt.kind, rebuilt.bound_size)
     if found.kind != "minmax":
         for name, field in found.fields.items():  # sums, which a GPU may add up in another order for another number of pages
-            torch.testing.assert_close(field, rebuilt.fields[name], rtol=2**-20, atol=2**-20)
+            torch.testing.assert_close(entries(field), entries(rebuilt.fields[name]), rtol=2**-20, atol=2**-20)
         return
-    assert same_bits(found.kmin, rebuilt.kmin) and same_bits(found.kmax, rebuilt.kmax)
-    kmin, kmax = reference.minmax_summary(layer.keys, found.bound_size)
-    assert torch.equal(found.kmin.cpu().double(), kmin) and torch.equal(found.kmax.cpu().double(), kmax)
+    assert same_bits(entries(found.kmin), entries(rebuilt.kmin)) and same_bits(entries(found.kmax), entries(rebuilt.kmax))
+    for name, bound in zip(("kmin", "kmax"), reference.minmax_summary(keys, found.bound_size, lengths)):
+        assert torch.equal(entries(found.fields[name]).cpu().double(), entries(bound.to(keys.device)).cpu())
 
 
 @pytest.mark.parametrize(
@@ -445,16 +574,20 @@ def test_crop_of_an_empty_layer():
     ],
     ids=["reorder to one", "swap", "repeat", "select"],
 )
-def test_rows_that_move_take_their_summaries_along(change, rows, device):
+@pytest.mark.parametrize("kind, padding", [("minmax", None), ("minmax", [0, 9]), ("minmax8", [20, 3])])
+def test_rows_that_move_take_their_summaries_along(change, rows, kind, padding, device):
     """Case K6."""
     layer = LiveCacheLayer()
-    keys, values = fill(layer, 40, seed=0, device=device)
-    layer.summary(16)
+    layer.padding = None if padding is None else torch.tensor(padding, device=device)
+    fill(layer, 40, seed=0, device=device)
+    layer.summary(16, kind=kind)
+    keys, values, lengths = layer.keys.clone(), layer.values.clone(), layer.lengths.tolist()
     change(layer)
     assert same_bits(layer.keys, keys[rows]) and same_bits(layer.values, values[rows])
-    assert_summary_is_current(layer)
+    assert layer.lengths.tolist() == [lengths[row] for row in rows]
+    assert_summary_is_current(layer, kind=kind)
     fill(layer, 10, seed=1, device=device, batch=len(rows))
-    assert_summary_is_current(layer)
+    assert_summary_is_current(layer, kind=kind)
 
 
 def test_reset_forgets_everything(device):
@@ -482,13 +615,16 @@ def test_page_sizes_and_kinds_in_turn(device):
     st.lists(
         st.one_of(st.tuples(st.just("append"), st.integers(1, 40)), st.tuples(st.sampled_from(["truncate", "crop", "look"]), st.integers(0, 40))),
         max_size=12,
-    )
+    ),
+    st.sampled_from([None, [0, 0], [2, 0], [1, 30]]),
+    st.sampled_from(["minmax", "minmax8"]),
 )
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-def test_any_history_gives_current_summaries(history):
-    """Cases G1 and K6 at random: appends, truncations, crops, with and without a summary between."""
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_any_history_gives_current_summaries(history, padding, kind):
+    """Cases G1 and K6 at random: appends, truncations, crops, with and without a summary between, and with padding that was left out."""
     layer = LiveCacheLayer()
-    fill(layer, 3, seed=0)
+    layer.padding = None if padding is None else torch.tensor(padding)
+    fill(layer, 3 if padding is None else max(padding) + 1, seed=0)
     for seed, (what, n) in enumerate(history, 1):
         if what == "append":
             fill(layer, n, seed)
@@ -497,8 +633,29 @@ def test_any_history_gives_current_summaries(history):
         elif what == "crop":
             layer.crop(-min(n, layer.get_seq_length() - 1))
         else:
-            assert_summary_is_current(layer)
-    assert_summary_is_current(layer)
+            assert_summary_is_current(layer, kind=kind)
+    assert_summary_is_current(layer, kind=kind)
+
+
+def test_rows_are_stored_without_their_padding(device):
+    """And aligned() puts real tokens back where they were, past the first buffer, after a crop, with rows that are all padding at first."""
+    layer, parts = LiveCacheLayer(), []
+    layer.padding = torch.tensor([0, 300, 7], device=device)
+    for seed, tokens in enumerate((20, 200, 95, 1, 1, 40)):
+        parts.append([randn(3, 2, tokens, 64, seed=seed + n, device=device) for n in (0, 100)])
+        held = layer.get_seq_length()
+        layer.padding = torch.where(layer.padding >= held, torch.tensor([0, 300, 7], device=device), layer.padding)
+        layer.update(*parts[-1])
+        if tokens == 95:
+            layer.crop(-5)
+            parts[-1] = [part[:, :, :-5] for part in parts[-1]]
+    whole = [torch.cat(kind, 2) for kind in zip(*parts)]
+    assert layer.lengths.tolist() == [352, 52, 345]
+    for stored, back, expected in zip((layer.keys, layer.values), layer.aligned(), whole):
+        for row, left in enumerate((0, 300, 7)):
+            assert same_bits(stored[row, :, : 352 - left], expected[row, :, left:]) and same_bits(back[row, :, left:], expected[row, :, left:])
+    for options in (dict(), dict(kind="minmax8"), dict(page_size=64, bound_size=8)):
+        assert_summary_is_current(layer, **options)
 
 
 @torch.inference_mode()
@@ -542,7 +699,7 @@ def test_sliding_layers_cannot_be_rolled_back(device):
 
 def choose(policy, layer_idx=5, tokens=160, device="cpu"):
     q, keys = randn(1, 4, 64, device=device), randn(1, 2, tokens, 64, seed=1, device=device)
-    return policy.choose(layer_idx, q, keys, lambda **options: summarize_pages(keys, policy.page_size, **options))
+    return policy.choose(layer_idx, q, keys, int32([tokens], device), lambda **options: summarize_pages(keys, policy.page_size, **options))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -615,7 +772,7 @@ def test_the_adaptive_policy_lists_what_its_definition_says(options):
         expected.append(sorted(forced | set(rivals[:11])))
     assert min(map(len, expected)) < 14 == max(map(len, expected)), "one list should end at the threshold, the other at the budget"
     policy = AdaptivePolicy(budget, least=least, **options)
-    pages = policy.choose(5, q, keys, lambda **wanted: summarize_pages(keys, 16, **wanted))
+    pages = policy.choose(5, q, keys, int32([640]), lambda **wanted: summarize_pages(keys, 16, **wanted))
     assert [[page for page in head if page >= 0] for head in pages.pages[0].tolist()] == expected
     assert pages.counts[0].tolist() == [len(head) for head in expected]
 
@@ -625,7 +782,7 @@ def test_a_peaked_head_reads_less_than_a_flat_one():
     keys = randn(1, 1, 640, 64).expand(1, 2, 640, 64).contiguous()
     keys[:, :, 163] = 3 * keys[:, :, 163]
     q = torch.cat([2 * keys[:, :1, 163], 0.01 * randn(1, 1, 64, seed=2)], dim=1)
-    pages = AdaptivePolicy(Budget(30), least=0.01).choose(5, q, keys, lambda **options: summarize_pages(keys, 16, **options))
+    pages = AdaptivePolicy(Budget(30), least=0.01).choose(5, q, keys, int32([640]), lambda **options: summarize_pages(keys, 16, **options))
     assert pages.pages[0, 0, :4].tolist() == [0, 10, 38, 39] and pages.counts.tolist() == [[4, 30]]
 
 

@@ -67,9 +67,9 @@ class Recorder(FullPolicy):
         super().__init__()
         self.queries = {}
 
-    def choose(self, layer_idx, q, keys, summary):
+    def choose(self, layer_idx, q, keys, lengths, summary):
         self.queries[layer_idx] = q.clone()
-        return super().choose(layer_idx, q, keys, summary)
+        return super().choose(layer_idx, q, keys, lengths, summary)
 
 
 @torch.inference_mode()

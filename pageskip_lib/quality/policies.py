@@ -29,14 +29,13 @@ class Policy:
     def __post_init__(self):
         check_page_size(self.page_size)
 
-    def choose(self, layer_idx, q, keys, summary):
-        """The ``PageList`` for q [B, Hq, D] over keys [B, Hkv, T, D], or None to read everything.
+    def choose(self, layer_idx, q, keys, lengths, summary):
+        """The ``PageList`` for q [B, Hq, D] over the first lengths [B] int32 of the keys [B, Hkv, T, D], or None to read everything.
 
         summary(kind="minmax", bound_size=None) makes the layer's ``PageSummary``, for policies that read it.
         """
         if layer_idx < self.dense_layers:
             return None
-        lengths = torch.full((keys.shape[0],), keys.shape[2], dtype=torch.int32, device=keys.device)
         return select_pages(self.score(q, keys, summary), self.budget, lengths, self.page_size)
 
     def pages_of(self, keys):
@@ -53,7 +52,7 @@ class FullPolicy:
     name = "full"
     reads_summaries = False
 
-    def choose(self, layer_idx, q, keys, summary):
+    def choose(self, layer_idx, q, keys, lengths, summary):
         return None
 
 
