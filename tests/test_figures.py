@@ -11,6 +11,7 @@ from pageskip_lib.bench import records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import png, title_of
 from pageskip_lib.costs import MODELS, decode_step
+from pageskip_lib.quality import grid
 from pageskip_lib.quality.recall import mass_curve
 
 ROWS = [
@@ -42,6 +43,11 @@ def test_titles_state_the_finding():
     assert "pageskip finds 7491 reading 25%" in title_of(figures.needle_bars(ROWS, "7491", "x"))
     only_full = [ROWS[0], dict(ROWS[1], right=False), ROWS[2]]
     assert title_of(figures.needle_bars(only_full, "7491", "x")) == "Only full attention finds 7491 here"
+
+
+def test_an_answer_that_the_control_misses_is_no_finding():
+    rows = [dict(ROWS[0], right=False), *ROWS[1:]]
+    assert title_of(figures.needle_bars(rows, "7491", "x")) == "Full attention itself misses 7491: nothing here counts"
 
 
 def test_no_right_answer_is_said_plainly():
@@ -360,6 +366,66 @@ def test_kept_pages_adds_up_what_is_read_and_what_could_have_been():
     assert title_of(figure) == "window: 2 of 4 pages keep 70.0% of the attention; the heaviest 2: 80.0%"
     read, unread = figure.axes[0].containers
     assert [bar.get_x() for bar in read] == [0, 48] and [bar.get_height() for bar in unread] == [0.0, 0.3]
+
+
+def code_point(label, kept, read, policy="pageskip", budget=1 / 4, cells=4, **more):
+    about = dict(page_size=16, kind=None, bound_size=16, group=None) | more
+    return dict(label=label, policy=policy, kept=kept, known=40, read=read, budget=budget, cells=cells, **about)
+
+
+CODE_POINTS = [
+    code_point("everything", 40, 1.0, "full", 1.0, page_size=None),
+    code_point("window, page 16", 0, 0.3, "window"), code_point("window, page 16", 0, 0.2, "window", 1 / 8),
+    code_point("bound in 8 bits, page 16, max", 38, 0.28, kind="minmax8", group="max"),
+    code_point("bound in 8 bits, page 16, max", 10, 0.18, budget=1 / 8, cells=3, kind="minmax8", group="max"),
+    code_point("bound in 8 bits of 16, page 64, sum", 20, 0.27, kind="minmax8", group="sum", page_size=64),
+    code_point("bound in 8 bits of 16, page 64, max", 24, 0.27, kind="minmax8", group="max", page_size=64),
+    *(code_point(f"pages from 1/{n} on, page 16", kept, read, "adaptive", 1 / 2, kind="minmax8", group="softmax_sum") for n, kept, read in ((8, 39, 0.4), (4, 9, 0.2))),
+]  # fmt: skip
+
+
+def test_codes_kept_names_the_best_at_the_budget():
+    figure = figures.codes_kept(CODE_POINTS, "x")
+    assert title_of(figure) == "28% of the bytes: bound in 8 bits, page 16, max keeps 95% of the codes; window 0%"
+    worse = [dict(point, kept=7) if point["label"] == "bound in 8 bits, page 16, max" else point for point in CODE_POINTS]
+    assert "27% of the bytes: bound in 8 bits of 16, page 64, max keeps 60%" in title_of(figures.codes_kept(worse, "x"))
+    lines = {line.get_label(): line for line in figure.axes[0].lines if not line.get_label().startswith("_")}
+    assert list(lines) == [*lines][:-1] + ["bound in 8 bits, page 16, max"] and len(lines) == 5, "a setting is missing, or the best is not on top"
+    assert list(lines["bound in 8 bits, page 16, max"].get_ydata()) == [0.25, 0.95] and list(lines["adaptive lists, page 16"].get_xdata()) == [0.2, 0.4]
+    assert {label: line.get_linestyle() for label, line in lines.items() if line.get_linestyle() != "-"} == {
+        "bound in 8 bits of 16, page 64, sum": ":", "bound in 8 bits of 16, page 64, max": "--",
+    }  # fmt: skip
+    assert lines["window, page 16"].get_color() == figures.COLOURS["window"] and lines["bound in 8 bits of 16, page 64, sum"].get_marker() == "^"
+    hollow = [list(line.get_xdata()) for line in figure.axes[0].lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    assert hollow == [[0.18]]
+    marks = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert marks == ["bound in 8 bits", "window", "adaptive lists", "pages of 16", "pages of 64", "sum of the group", "finer bounds"]
+
+
+def test_every_recorded_needle_setting_has_its_point():
+    points = grid.summarized(records.load("grid", "h200")["rows"])
+    drawn = [xy for line in figures.codes_kept(points, "x").axes[0].lines if not line.get_label().startswith("_") for xy in zip(*line.get_data())]
+    assert sorted(drawn) == sorted((point["read"], point["kept"] / point["known"]) for point in points if point["policy"] != "full")
+
+
+def depth_row(label, policy, kept, known=2, **more):
+    answers = dict(codes=["1234", "5678"], answers=[" 1234.", " a secret"])
+    return dict(label=label, policy=policy, kept=kept, control_right=known, asked=2, context=4096, **answers | dict(bytes_per_token=20e6) | more)
+
+
+def test_codes_by_depth_speaks_of_the_chosen_depth_and_marks_the_controls_failures():
+    control = {0.0: depth_row("everything", "full", 0, 0), 0.5: depth_row("everything", "full", 2, bytes_per_token=80e6)}
+    chosen = {0.0: depth_row("window, page 16", "window", 0, 0), 0.5: depth_row("window, page 16", "window", 1)}
+    figure = figures.codes_by_depth(control, chosen, 0.5, "x")
+    assert title_of(figure) == "window, page 16: 1 of 2 codes at depth 50%, 20.0 of 80.0 MB"
+    axes, told = figure.axes
+    assert [text.get_text() for text in told.texts] == ["1234: ' 1234.'", "5678: ' a secret'"]
+    assert [text.get_color() for text in told.texts] == [figures.HONEST, figures.FLATTERED]
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"] == [0]
+    assert [bar.get_height() for bars in axes.containers for bar in bars] == [0, 0, 2, 1]
+    assert "the control itself finds no code" in title_of(figures.codes_by_depth(control, chosen, 0.0, "x"))
+    unasked = figures.codes_by_depth(control, {}, 0.5, "x")
+    assert title_of(unasked) == "The forced pages alone exceed this budget: not asked" and not unasked.axes[1].texts
 
 
 def agree_row(label, budget, agreement, policy="pageskip", kind=None, page_size=16):

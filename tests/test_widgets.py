@@ -14,7 +14,7 @@ from test_notebook_contract import PATHS, read, tags
 from pageskip_lib import Budget, PageList, figures, runtime, select_pages
 from pageskip_lib.bench import pitfalls, records
 from pageskip_lib.cards import CARDS
-from pageskip_lib.controls import explore, show
+from pageskip_lib.controls import explore, on_click, show
 from pageskip_lib.costs import MODELS, decode_step
 from pageskip_lib.quality import needle
 from pageskip_lib.quality.capture import Captured
@@ -146,6 +146,25 @@ def test_each_control_redraws(name, draw_cells, widget_cell):
         assert len(pictures) > 1, f"the picture never changes with {control.description}"
         control.value = start
     assert not any(getattr(control, "continuous_update", False) for control in box.controls.values())
+
+
+def test_a_button_runs_what_takes_long_and_its_bar_moves():
+    ran, bars = [], []
+
+    def draw(report, n):
+        ran.append((n, box.button.disabled))
+        for share in (0.5, 1):
+            report(share)
+            bars.append(box.bar.value)
+        return figures.needle_bars([dict(policy="full", answer=" 7", right=True, bytes_per_token=n)], "7", "x")
+
+    box = on_click(draw, "ask", n=ipywidgets.IntSlider(3))
+    box.controls["n"].value = 5
+    assert not ran and not box.picture.value, "it ran without a click"
+    for _ in range(2):
+        box.button.click()
+    assert ran == [(5, True)] * 2 and bars == [0.5, 1] * 2 and not box.button.disabled
+    assert box.finding.value == "Only full attention finds 7 here" and box.picture.value
 
 
 def test_an_error_in_draw_is_shown_to_the_reader():
