@@ -68,30 +68,6 @@ def mass_kept(curves, share, caption):
     return figure
 
 
-def needle_bars(rows, code, caption):
-    """Bytes read for a token under each policy, with the answer beside the bar. rows: as ``quality.needle.run_needle`` returns them."""
-    full, right = rows[0], [row for row in rows if row["right"]]
-    if right and not full["right"]:
-        title = f"Full attention itself misses {code}: nothing here counts"
-    elif len(right) > 1:
-        best = min(right, key=lambda row: row["bytes_per_token"])
-        title = f"{best['policy']} finds {code} reading {best['bytes_per_token'] / full['bytes_per_token']:.0%} of what full attention reads"
-    else:
-        title = f"Only full attention finds {code} here" if right == [full] else f"Nobody finds {code} here"
-    figure, axes = _blank(title, caption, height=2.6)
-    for row in reversed(rows):
-        megabytes = row["bytes_per_token"] / 1e6
-        axes.barh(LABELS[row["policy"]], megabytes, color=COLOURS[row["policy"]], height=0.6)
-        verdict = "right" if row["right"] else "wrong"
-        inside = row is full
-        axes.annotate(
-            f"{row['answer'].strip()!r}: {verdict}", (megabytes, LABELS[row["policy"]]), xytext=(-6 if inside else 6, 0),
-            textcoords="offset points", va="center", ha="right" if inside else "left", color="white" if inside else "black", fontsize=9,
-        )  # fmt: skip
-    axes.set_xlabel("KV cache and summaries read per token (MB)")
-    return figure
-
-
 def needle_map(held, kv_heads, tokens, title, caption):
     """In which layers, and at which step, the selection held the needle's page.
 
@@ -488,7 +464,7 @@ def codes_kept(points, caption, *, budget=1 / 4):
     there = {name: point for name, line in lines.items() for point in line if point["budget"] == budget}
     best = max(there, key=lambda name: share(there[name]))
     title = f"{there[best]['read']:.0%} of the bytes: {best} keeps {share(there[best]):.0%} of the codes; window {share(there['window, page 16']):.0%}"
-    figure, axes = _blank(title, caption, height=3.5)
+    figure, axes = _blank(title, caption, height=3.2)
     marks = {}
     for name, line in sorted(lines.items(), key=lambda item: item[0] == best):
         line = sorted(line, key=lambda point: point["read"])

@@ -14,13 +14,6 @@ from pageskip_lib.costs import MODELS, decode_step
 from pageskip_lib.quality import grid
 from pageskip_lib.quality.recall import mass_curve
 
-ROWS = [
-    dict(policy="full", answer=" 7491.", right=True, bytes_per_token=100e6),
-    dict(policy="pageskip", answer=" 7491.", right=True, bytes_per_token=25e6),
-    dict(policy="window", answer=" 1234", right=False, bytes_per_token=20e6),
-]
-
-
 def test_page_mass_is_the_softmax_added_up_by_page():
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 64), torch.randn(1, 2, 37, 64)
@@ -40,23 +33,11 @@ def test_mass_curve_takes_forced_pages_first_and_ends_at_one():
 def test_titles_state_the_finding():
     curves = dict(oracle=[0.5, 0.9, 1.0, 1.0], pageskip=[0.4, 0.8, 0.9, 1.0], window=[0.4, 0.6, 0.7, 1.0])
     assert "2 of 4 pages keep 90% (oracle), 80% (bound), 60% (window) of the attention" == title_of(figures.mass_kept(curves, 0.5, "x"))
-    assert "pageskip finds 7491 reading 25%" in title_of(figures.needle_bars(ROWS, "7491", "x"))
-    only_full = [ROWS[0], dict(ROWS[1], right=False), ROWS[2]]
-    assert title_of(figures.needle_bars(only_full, "7491", "x")) == "Only full attention finds 7491 here"
-
-
-def test_an_answer_that_the_control_misses_is_no_finding():
-    rows = [dict(ROWS[0], right=False), *ROWS[1:]]
-    assert title_of(figures.needle_bars(rows, "7491", "x")) == "Full attention itself misses 7491: nothing here counts"
-
-
-def test_no_right_answer_is_said_plainly():
-    assert title_of(figures.needle_bars([dict(row, right=False) for row in ROWS], "7491", "x")) == "Nobody finds 7491 here"
 
 
 def test_axes_have_units_and_captions_say_where_from():
-    figure = figures.needle_bars(ROWS, "7491", figures.measured_here(runtime.machine(), "a test"))
-    assert "(MB)" in figure.axes[0].get_xlabel()
+    figure = figures.codes_kept(CODE_POINTS, figures.measured_here(runtime.machine(), "a test"))
+    assert "%" in figure.axes[0].get_xlabel()
     assert "Measured here, now" in figure.get_supxlabel()
     recorded = figures.recorded_on(dict(name="NVIDIA H200", torch="2.11", triton="3.6"), "2026-11-30", "x")
     assert recorded == "Recorded on NVIDIA H200 (torch 2.11, Triton 3.6), 2026-11-30: x."
@@ -187,17 +168,19 @@ def test_step_reads_names_the_ratio_now_and_its_ceiling():
 
 
 def test_pictures_stay_small():
-    assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
+    assert len(png(figures.codes_kept(grid.summarized(records.load("grid", "h200")["rows"]), "x"))) < 20_000
 
 
 def test_titles_fit_their_figure():
     parts = ("score", "select", "attend")
     rising = [(n + 1) / 129 for n in range(129)]
     held = {(layer, step): 3 for layer in range(2, 30) for step in range(12)}
-    title = "pageskip: needle's page held in 100% of the calls, answer wrong"
+    title = "pageskip: ' a secret code that is hidden', all: ' 7491.'; needle's page in 10% of the lists"
+    told = {0.5: depth_row("bound in 8 bits of 16, page 64, max", "pageskip", 10, 10, bytes_per_token=165e6)}
     for figure in (
         figures.mass_kept(dict(oracle=rising, pageskip=rising, window=rising), 0.999, "x"),
-        figures.needle_bars(ROWS, "123456789012", "x"),
+        figures.codes_kept([dict(point, label=point["label"].replace("8 bits, page 16", "8 bits of 16, page 64")) for point in CODE_POINTS], "x"),
+        figures.codes_by_depth(told, told, 0.5, "x"),
         figures.needle_map(held, 3, [" access"] * 12, title, "x"),
         figures.roofline([CARDS["H200"]], {"Decode attention, any batch": 6}, "x"),
         figures.time_against_bytes([line("Dense decode", 4.5678e12), line("plain read", 4.5678e12)], "x", live=True),
@@ -474,7 +457,7 @@ def test_the_heat_map_compares_first_layers_with_the_rest():
 @pytest.mark.parametrize("width", (600, 601))
 def test_a_picture_is_what_pillow_would_have_stored(width):
     """Whole and half bytes at the end of a line."""
-    figure = figures.needle_bars(ROWS, "7491", "x")
+    figure = figures.kept_pages([0.5, 0.0, 0.3, 0.2], [0, 3], 16, "window", "x")
     figure.set_size_inches(width / figure.dpi, 2)
     full = io.BytesIO()
     figure.savefig(full, format="png")

@@ -28,11 +28,19 @@ def start_here():
 
 
 def needle_notebook():
-    def ask(model, tokenizer, prompt, policy, cache):
-        """Every policy answers; the later the code and the larger the budget, the more often its page is read."""
-        pages = policy.budget.pages if policy.reads_summaries else 9
-        answer = f" 7491, {len(prompt.body)} {type(policy).__name__[:4]}{pages}" if policy.name != "full" else " 7491."
-        return dict(policy=policy.name, answer=answer, bytes_per_token=pages * 1e6)
+    def ask(model, tokenizer, prompt, policy, cache, *, record=None):
+        """Policies that read summaries have the code's page in some lists, the later the code and the larger the budget the more often."""
+        if record is not None:
+            pages = policy.budget.pages + (9 if policy.reads_summaries else 0)
+            record += [(layer, 0, PageList.from_rows([[[layer * 7 % pages]] * 3])) for step in range(7) for layer in range(2, 6)]
+        return dict(policy=policy.name, answer=f" {len(prompt.body)}", needle_page_share=0.5)
+
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens):
+            return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+        def decode(self, tokens):
+            return "".join(map(chr, tokens))
 
     def plant(tokenizer, text, *, context, depth, code):
         return needle.Prompt(body=[0] * (round(300 + 100 * depth) + len(text) % 7), question=[65, 66], code_tokens=range(4))
@@ -41,7 +49,7 @@ def needle_notebook():
     return dict(
         needle=SimpleNamespace(**{**vars(needle), "ask": ask, "plant": plant}), grid=grid, prefill=lambda *_: None, LiveCache=lambda config: None,
         FullPolicy=lambda: SimpleNamespace(name="full", reads_summaries=False), GRID=recorded, run=recorded["settings"], CODE="7491",
-        model=SimpleNamespace(config=None, device="cpu"), tokenizer=None, on_click=on_click,
+        model=SimpleNamespace(config=None, device="cpu"), tokenizer=Tokenizer(), on_click=on_click,
     )  # fmt: skip
 
 
@@ -144,7 +152,7 @@ def test_a_button_runs_what_takes_long_and_its_bar_moves():
         for share in (0.5, 1):
             report(share)
             bars.append(box.bar.value)
-        return figures.needle_bars([dict(policy="full", answer=" 7", right=True, bytes_per_token=n)], "7", "x")
+        return figures.needle_map({(2, 0): n % 3}, 3, ["a"], f"asked with {n}", "x")
 
     box = on_click(draw, "ask", n=ipywidgets.IntSlider(3))
     box.controls["n"].value = 5
@@ -152,7 +160,7 @@ def test_a_button_runs_what_takes_long_and_its_bar_moves():
     for _ in range(2):
         box.button.click()
     assert ran == [(5, True)] * 2 and bars == [0.5, 1] * 2 and not box.button.disabled
-    assert box.finding.value == "Only full attention finds 7 here" and box.picture.value
+    assert box.finding.value == "asked with 5" and box.picture.value
 
 
 def test_an_error_in_draw_is_shown_to_the_reader():
