@@ -35,13 +35,12 @@ def show(figure):
     return Image(data=png(figure), alt=title_of(figure))
 
 
-def explore(draw, **controls):
-    """Controls around draw(**values) -> Figure: the picture is drawn again whenever a control's value changes.
-
-    controls: {parameter of draw: ipywidgets control}. Returns a box with ``.controls``, ``.picture`` and ``.finding``. An error
-    in draw is shown below the controls instead of being lost in the browser's log.
-    """
+def _box(draw, controls, *above):
+    """(a box with ``.controls``, ``.picture`` and ``.finding``, redraw): redraw() puts draw's picture, or its error in words, into the box."""
     picture, finding = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="648px")), ipywidgets.HTML()
+    row = ipywidgets.HBox([*controls.values(), *above], layout=ipywidgets.Layout(flex_flow="row wrap"))  # four sliders need two lines
+    box = ipywidgets.VBox([row, finding, picture])
+    box.controls, box.picture, box.finding = controls, picture, finding
 
     def redraw(change=None):
         finding.value = "drawing..."
@@ -53,12 +52,45 @@ def explore(draw, **controls):
         picture.value = png(figure)
         finding.value = escape(title_of(figure))
 
+    return box, redraw
+
+
+def explore(draw, **controls):
+    """Controls around draw(**values) -> Figure: the picture is drawn again whenever a control's value changes.
+
+    controls: {parameter of draw: ipywidgets control}. Returns a box with ``.controls``, ``.picture`` and ``.finding``. An error
+    in draw is shown below the controls instead of being lost in the browser's log.
+    """
+    box, redraw = _box(draw, controls)
     for control in controls.values():
         if hasattr(control, "continuous_update"):
             control.continuous_update = False
         control.observe(redraw, names="value")
     redraw()
-    row = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))  # four sliders need two lines
-    box = ipywidgets.VBox([row, finding, picture])
-    box.controls, box.picture, box.finding = controls, picture, finding
+    return box
+
+
+def on_click(draw, label, **controls):
+    """As ``explore``, for what takes long: draw(report=report, **values) runs when the button is clicked, and report(share) moves the bar.
+
+    label: the button's text. share: of the work that is done, 0 to 1. The box has ``.button`` and ``.bar`` too; it starts without a picture.
+    """
+    button, bar = ipywidgets.Button(description=label), ipywidgets.FloatProgress(min=0, max=1)
+
+    def report(share):
+        bar.value = share
+
+    def reported(**values):
+        return draw(report=report, **values)
+
+    box, redraw = _box(reported, controls, button, bar)
+    box.button, box.bar = button, bar
+
+    def run(_):
+        button.disabled = True  # a second click would wait its turn and do it all again
+        bar.value = 0
+        redraw()
+        button.disabled = False
+
+    button.on_click(run)
     return box

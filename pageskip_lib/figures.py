@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
+from .quality.needle import is_right
+
 COLOURS = {
     "full": "#4d4d4d",
     "oracle": "#009E73",
@@ -63,28 +65,6 @@ def mass_kept(curves, share, caption):
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(frameon=False, loc="lower right", fontsize=9)
-    return figure
-
-
-def needle_bars(rows, code, caption):
-    """Bytes read for a token under each policy, with the answer beside the bar. rows: as ``quality.needle.run_needle`` returns them."""
-    full, right = rows[0], [row for row in rows if row["right"]]
-    if len(right) > 1:
-        best = min(right, key=lambda row: row["bytes_per_token"])
-        title = f"{best['policy']} finds {code} reading {best['bytes_per_token'] / full['bytes_per_token']:.0%} of what full attention reads"
-    else:
-        title = f"Only full attention finds {code} here" if right == [full] else f"Nobody finds {code} here"
-    figure, axes = _blank(title, caption, height=2.6)
-    for row in reversed(rows):
-        megabytes = row["bytes_per_token"] / 1e6
-        axes.barh(LABELS[row["policy"]], megabytes, color=COLOURS[row["policy"]], height=0.6)
-        verdict = "right" if row["right"] else "wrong"
-        inside = row is full
-        axes.annotate(
-            f"{row['answer'].strip()!r}: {verdict}", (megabytes, LABELS[row["policy"]]), xytext=(-6 if inside else 6, 0),
-            textcoords="offset points", va="center", ha="right" if inside else "left", color="white" if inside else "black", fontsize=9,
-        )  # fmt: skip
-    axes.set_xlabel("KV cache and summaries read per token (MB)")
     return figure
 
 
@@ -464,6 +444,86 @@ def pareto(rows, caption, *, budget=1 / 8):
     known = [*dict(FAMILY.values()), *(f"pages of {size}" for size in PAGE_MARKERS), "finer bounds"]
     shown = [name for name in known if name in marks]
     figure.legend([Line2D([], [], **marks[name]) for name in shown], shown, frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
+def codes_kept(points, caption, *, budget=1 / 4):
+    """Codes kept of those that the control finds, against bytes read, one line a setting; the best one at ``budget`` is drawn thick, on top.
+
+    points: as ``quality.grid.summarized`` makes them. budget: the one that the title speaks of. Colour tells the policy or what ranks the pages,
+    the marker the page size; dotted: the group's scores are added; dashed: bounds finer than a page; hollow: not asked in every cell, since the
+    forced pages alone are too many there.
+    """
+    control = next(point for point in points if point["policy"] == "full")
+    lines = {}
+    for point in points:
+        name = f"adaptive lists, page {point['page_size']}" if point["policy"] == "adaptive" else point["label"]
+        if point is not control:
+            lines.setdefault(name, []).append(point)
+    share = lambda point: point["kept"] / point["known"]  # noqa: E731
+    there = {name: point for name, line in lines.items() for point in line if point["budget"] == budget}
+    best = max(there, key=lambda name: share(there[name]))
+    title = f"{there[best]['read']:.0%} of the bytes: {best} keeps {share(there[best]):.0%} of the codes; window {share(there['window, page 16']):.0%}"
+    figure, axes = _blank(title, caption, height=3.2)
+    marks = {}
+    for name, line in sorted(lines.items(), key=lambda item: item[0] == best):
+        line = sorted(line, key=lambda point: point["read"])
+        first, adaptive = line[0], line[0]["policy"] == "adaptive"
+        kind, colour = ("adaptive lists", FLATTERED) if adaptive else FAMILY[first["kind"] or first["policy"]]
+        marker, finer = PAGE_MARKERS[first["page_size"]], first["policy"] == "pageskip" and first["bound_size"] != first["page_size"]
+        style = ":" if first["group"] == "sum" else "--" if finer else "-"
+        wide = name == best or first["policy"] == "window"  # the window would lie hidden under random pages
+        size = dict(zorder=3 if name == best else 1, markersize=7, linewidth=2.4) if wide else dict(zorder=2, markersize=4.5, linewidth=0.9)
+        # not antialiased: fewer shades of many colours, and the picture is stored in 16
+        look = dict(color=colour, marker=marker, antialiased=False, **size)
+        axes.plot([point["read"] for point in line], [share(point) for point in line], linestyle=style, label=name, **look)
+        some = [point for point in line if point["cells"] < control["cells"]]
+        axes.plot([point["read"] for point in some], [share(point) for point in some], linestyle="none", markerfacecolor="white", **look)
+        marks[kind] = dict(color=colour)
+        marks[f"pages of {first['page_size']}"] = dict(color="#000000", marker=marker, linestyle="none", markersize=4)
+        for there_is, mark, its in ((style == ":", "sum of the group", ":"), (style == "--", "finer bounds", "--")):
+            if there_is:
+                marks[mark] = dict(color="#000000", linestyle=its, linewidth=0.9)
+    axes.set(xlabel="bytes read, summaries included (% of the control's)", ylabel="codes kept", ylim=(-0.03, 1.03))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=0))
+    known = [*dict(FAMILY.values()), "adaptive lists", *(f"pages of {size}" for size in PAGE_MARKERS), "sum of the group", "finer bounds"]
+    shown = [name for name in known if name in marks]
+    figure.legend([Line2D([], [], **marks[name]) for name in shown], shown, frameon=False, fontsize=8, loc="outside right center")
+    return figure
+
+
+def codes_by_depth(control, chosen, depth, caption):
+    """Codes found at every depth of one text, wording and context, beside what the control finds; at ``depth`` the answers as they came.
+
+    control, chosen: {depth: row}, rows as ``quality.grid.run_grid`` returns them; chosen is empty where the setting's forced pages exceed the budget.
+    A cross marks a depth at which the control finds nothing; wrong answers are orange.
+    """
+    whole, row = control[depth], chosen.get(depth)
+    if row is None:
+        title = "The forced pages alone exceed this budget: not asked"
+    elif not whole["control_right"]:
+        title = f"At depth {depth:.0%} the control itself finds no code: nothing here counts"
+    else:
+        read = f"{row['bytes_per_token'] / 1e6:.1f} of {whole['bytes_per_token'] / 1e6:.1f} MB"
+        title = f"{row['label']}: {row['kept']} of {row['control_right']} codes at depth {depth:.0%}, {read}"
+    figure, axes = _blank(title, caption, height=2.9)
+    axes.remove()
+    axes, told = figure.subplots(1, 2, width_ratios=(3, 2))
+    for place, (at, full) in enumerate(control.items()):
+        axes.bar(place, full["control_right"], width=0.8, fill=False, edgecolor=COLOURS["full"], linewidth=2 if at == depth else 0.8)
+        if at in chosen:
+            policy = chosen[at]["policy"]
+            axes.bar(place, chosen[at]["kept"], width=0.6, color=FLATTERED if policy == "adaptive" else COLOURS[policy])
+        if not full["control_right"]:
+            axes.plot(place, 0.5, "x", color="#000000", markersize=9)
+    axes.set_xticks(range(len(control)), [f"{at:.0%}" for at in control])
+    axes.set(xlabel="where the code stands (outline: found by the control)", ylabel=f"codes, of {whole['asked']}", ylim=(0, whole["asked"] + 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+    told.axis("off")
+    for line, (code, answer) in enumerate(zip(row["codes"], row["answers"]) if row else ()):
+        colour = HONEST if is_right(answer, code) else FLATTERED
+        told.text(0, 1 - (line + 0.5) / len(row["codes"]), f"{code}: {answer!r}", color=colour, fontsize=8, va="center", parse_math=False)
     return figure
 
 

@@ -11,14 +11,8 @@ from pageskip_lib.bench import records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import png, title_of
 from pageskip_lib.costs import MODELS, decode_step
+from pageskip_lib.quality import grid
 from pageskip_lib.quality.recall import mass_curve
-
-ROWS = [
-    dict(policy="full", answer=" 7491.", right=True, bytes_per_token=100e6),
-    dict(policy="pageskip", answer=" 7491.", right=True, bytes_per_token=25e6),
-    dict(policy="window", answer=" 1234", right=False, bytes_per_token=20e6),
-]
-
 
 def test_page_mass_is_the_softmax_added_up_by_page():
     torch.manual_seed(0)
@@ -39,18 +33,11 @@ def test_mass_curve_takes_forced_pages_first_and_ends_at_one():
 def test_titles_state_the_finding():
     curves = dict(oracle=[0.5, 0.9, 1.0, 1.0], pageskip=[0.4, 0.8, 0.9, 1.0], window=[0.4, 0.6, 0.7, 1.0])
     assert "2 of 4 pages keep 90% (oracle), 80% (bound), 60% (window) of the attention" == title_of(figures.mass_kept(curves, 0.5, "x"))
-    assert "pageskip finds 7491 reading 25%" in title_of(figures.needle_bars(ROWS, "7491", "x"))
-    only_full = [ROWS[0], dict(ROWS[1], right=False), ROWS[2]]
-    assert title_of(figures.needle_bars(only_full, "7491", "x")) == "Only full attention finds 7491 here"
-
-
-def test_no_right_answer_is_said_plainly():
-    assert title_of(figures.needle_bars([dict(row, right=False) for row in ROWS], "7491", "x")) == "Nobody finds 7491 here"
 
 
 def test_axes_have_units_and_captions_say_where_from():
-    figure = figures.needle_bars(ROWS, "7491", figures.measured_here(runtime.machine(), "a test"))
-    assert "(MB)" in figure.axes[0].get_xlabel()
+    figure = figures.codes_kept(CODE_POINTS, figures.measured_here(runtime.machine(), "a test"))
+    assert "%" in figure.axes[0].get_xlabel()
     assert "Measured here, now" in figure.get_supxlabel()
     recorded = figures.recorded_on(dict(name="NVIDIA H200", torch="2.11", triton="3.6"), "2026-11-30", "x")
     assert recorded == "Recorded on NVIDIA H200 (torch 2.11, Triton 3.6), 2026-11-30: x."
@@ -181,17 +168,19 @@ def test_step_reads_names_the_ratio_now_and_its_ceiling():
 
 
 def test_pictures_stay_small():
-    assert len(png(figures.needle_bars(ROWS, "7491", "x"))) < 20_000
+    assert len(png(figures.codes_kept(grid.summarized(records.load("grid", "h200")["rows"]), "x"))) < 20_000
 
 
 def test_titles_fit_their_figure():
     parts = ("score", "select", "attend")
     rising = [(n + 1) / 129 for n in range(129)]
     held = {(layer, step): 3 for layer in range(2, 30) for step in range(12)}
-    title = "pageskip: needle's page held in 100% of the calls, answer wrong"
+    title = "pageskip: ' a secret code that is hidden', all: ' 7491.'; needle's page in 10% of the lists"
+    told = {0.5: depth_row("bound in 8 bits of 16, page 64, max", "pageskip", 10, 10, bytes_per_token=165e6)}
     for figure in (
         figures.mass_kept(dict(oracle=rising, pageskip=rising, window=rising), 0.999, "x"),
-        figures.needle_bars(ROWS, "123456789012", "x"),
+        figures.codes_kept([dict(point, label=point["label"].replace("8 bits, page 16", "8 bits of 16, page 64")) for point in CODE_POINTS], "x"),
+        figures.codes_by_depth(told, told, 0.5, "x"),
         figures.needle_map(held, 3, [" access"] * 12, title, "x"),
         figures.roofline([CARDS["H200"]], {"Decode attention, any batch": 6}, "x"),
         figures.time_against_bytes([line("Dense decode", 4.5678e12), line("plain read", 4.5678e12)], "x", live=True),
@@ -362,6 +351,66 @@ def test_kept_pages_adds_up_what_is_read_and_what_could_have_been():
     assert [bar.get_x() for bar in read] == [0, 48] and [bar.get_height() for bar in unread] == [0.0, 0.3]
 
 
+def code_point(label, kept, read, policy="pageskip", budget=1 / 4, cells=4, **more):
+    about = dict(page_size=16, kind=None, bound_size=16, group=None) | more
+    return dict(label=label, policy=policy, kept=kept, known=40, read=read, budget=budget, cells=cells, **about)
+
+
+CODE_POINTS = [
+    code_point("everything", 40, 1.0, "full", 1.0, page_size=None),
+    code_point("window, page 16", 0, 0.3, "window"), code_point("window, page 16", 0, 0.2, "window", 1 / 8),
+    code_point("bound in 8 bits, page 16, max", 38, 0.28, kind="minmax8", group="max"),
+    code_point("bound in 8 bits, page 16, max", 10, 0.18, budget=1 / 8, cells=3, kind="minmax8", group="max"),
+    code_point("bound in 8 bits of 16, page 64, sum", 20, 0.27, kind="minmax8", group="sum", page_size=64),
+    code_point("bound in 8 bits of 16, page 64, max", 24, 0.27, kind="minmax8", group="max", page_size=64),
+    *(code_point(f"pages from 1/{n} on, page 16", kept, read, "adaptive", 1 / 2, kind="minmax8", group="softmax_sum") for n, kept, read in ((8, 39, 0.4), (4, 9, 0.2))),
+]  # fmt: skip
+
+
+def test_codes_kept_names_the_best_at_the_budget():
+    figure = figures.codes_kept(CODE_POINTS, "x")
+    assert title_of(figure) == "28% of the bytes: bound in 8 bits, page 16, max keeps 95% of the codes; window 0%"
+    worse = [dict(point, kept=7) if point["label"] == "bound in 8 bits, page 16, max" else point for point in CODE_POINTS]
+    assert "27% of the bytes: bound in 8 bits of 16, page 64, max keeps 60%" in title_of(figures.codes_kept(worse, "x"))
+    lines = {line.get_label(): line for line in figure.axes[0].lines if not line.get_label().startswith("_")}
+    assert list(lines) == [*lines][:-1] + ["bound in 8 bits, page 16, max"] and len(lines) == 5, "a setting is missing, or the best is not on top"
+    assert list(lines["bound in 8 bits, page 16, max"].get_ydata()) == [0.25, 0.95] and list(lines["adaptive lists, page 16"].get_xdata()) == [0.2, 0.4]
+    assert {label: line.get_linestyle() for label, line in lines.items() if line.get_linestyle() != "-"} == {
+        "bound in 8 bits of 16, page 64, sum": ":", "bound in 8 bits of 16, page 64, max": "--",
+    }  # fmt: skip
+    assert lines["window, page 16"].get_color() == figures.COLOURS["window"] and lines["bound in 8 bits of 16, page 64, sum"].get_marker() == "^"
+    hollow = [list(line.get_xdata()) for line in figure.axes[0].lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    assert hollow == [[0.18]]
+    marks = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert marks == ["bound in 8 bits", "window", "adaptive lists", "pages of 16", "pages of 64", "sum of the group", "finer bounds"]
+
+
+def test_every_recorded_needle_setting_has_its_point():
+    points = grid.summarized(records.load("grid", "h200")["rows"])
+    drawn = [xy for line in figures.codes_kept(points, "x").axes[0].lines if not line.get_label().startswith("_") for xy in zip(*line.get_data())]
+    assert sorted(drawn) == sorted((point["read"], point["kept"] / point["known"]) for point in points if point["policy"] != "full")
+
+
+def depth_row(label, policy, kept, known=2, **more):
+    answers = dict(codes=["1234", "5678"], answers=[" 1234.", " a secret"])
+    return dict(label=label, policy=policy, kept=kept, control_right=known, asked=2, context=4096, **answers | dict(bytes_per_token=20e6) | more)
+
+
+def test_codes_by_depth_speaks_of_the_chosen_depth_and_marks_the_controls_failures():
+    control = {0.0: depth_row("everything", "full", 0, 0), 0.5: depth_row("everything", "full", 2, bytes_per_token=80e6)}
+    chosen = {0.0: depth_row("window, page 16", "window", 0, 0), 0.5: depth_row("window, page 16", "window", 1)}
+    figure = figures.codes_by_depth(control, chosen, 0.5, "x")
+    assert title_of(figure) == "window, page 16: 1 of 2 codes at depth 50%, 20.0 of 80.0 MB"
+    axes, told = figure.axes
+    assert [text.get_text() for text in told.texts] == ["1234: ' 1234.'", "5678: ' a secret'"]
+    assert [text.get_color() for text in told.texts] == [figures.HONEST, figures.FLATTERED]
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"] == [0]
+    assert [bar.get_height() for bars in axes.containers for bar in bars] == [0, 0, 2, 1]
+    assert "the control itself finds no code" in title_of(figures.codes_by_depth(control, chosen, 0.0, "x"))
+    unasked = figures.codes_by_depth(control, {}, 0.5, "x")
+    assert title_of(unasked) == "The forced pages alone exceed this budget: not asked" and not unasked.axes[1].texts
+
+
 def agree_row(label, budget, agreement, policy="pageskip", kind=None, page_size=16):
     return dict(
         label=label, budget=budget, agreement=agreement, low=agreement - 0.02, high=agreement + 0.01, policy=policy, kind=kind, page_size=page_size,
@@ -408,7 +457,7 @@ def test_the_heat_map_compares_first_layers_with_the_rest():
 @pytest.mark.parametrize("width", (600, 601))
 def test_a_picture_is_what_pillow_would_have_stored(width):
     """Whole and half bytes at the end of a line."""
-    figure = figures.needle_bars(ROWS, "7491", "x")
+    figure = figures.kept_pages([0.5, 0.0, 0.3, 0.2], [0, 3], 16, "window", "x")
     figure.set_size_inches(width / figure.dpi, 2)
     full = io.BytesIO()
     figure.savefig(full, format="png")

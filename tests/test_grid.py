@@ -108,9 +108,14 @@ def test_a_stopped_run_loses_no_finished_cell(smollm, tmp_path, monkeypatch):
 
 
 def test_codes_that_the_control_misses_are_marked_not_counted():
-    row = dict(label="a", budget=0.5, policy="window", asked=10, bytes_per_token=2e6, needle_page_share=0.5)
-    rows = [row | dict(right=9, kept=8, control_right=9), row | dict(right=3, kept=0, control_right=0), row | dict(right=9, kept=9, control_right=9, policy="full", label="b")]
-    assert grid.summarized(rows)["a", 0.5] == (8, 9, 1, 2e6, 0.5)
+    row = dict(label="a", budget=0.5, policy="window", asked=10, bytes_per_token=2e6, needle_page_share=0.5, hay="jargon", wording="verbatim", context=9)
+    full = row | dict(depth=0.5, right=9, kept=9, control_right=9, bytes_per_token=8e6, policy="full", label="b")
+    rows = [row | dict(depth=0.5, right=9, kept=8, control_right=9), row | dict(depth=0.0, right=3, kept=0, control_right=0), full]
+    found = {of["label"]: of for of in grid.summarized(rows)}
+    assert {name: found["a"][name] for name in ("kept", "known", "cells", "bytes_per_token", "needle_page_share")} == dict(
+        kept=8, known=9, cells=1, bytes_per_token=2e6, needle_page_share=0.5
+    )
+    assert (found["a"]["read"], found["b"]["read"]) == (0.25, 1.0)
     assert "8 of 9" in grid.table(rows) and "1 cells; the control misses 1 of their 10 codes, all of them in 0 cells" in grid.table(rows)
 
 

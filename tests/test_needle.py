@@ -96,11 +96,13 @@ def test_a_partly_filled_page_counts_its_tokens_only():
     call = (5, 40, pages)  # 40 tokens: page 2 of size 16 holds 8
     policy = WindowPolicy(needle.Budget(4, 1, 1), page_size=16)
     assert needle.bytes_read(call, policy, kv_heads=2, dim=64, element_size=2) == 2 * (2 * (16 + 8)) * 64 * 2
-    bound = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16)
+    bound = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="minmax")
     assert needle.bytes_read(call, bound, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 3) * 64 * 2
     assert needle.bytes_read((0, 40, None), bound, 2, 64, 2) == 2 * 2 * 40 * 64 * 2
-    finer = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, bound_size=8)  # 5 entries, of two vectors each
+    finer = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="minmax", bound_size=8)  # 5 entries, of two vectors each
     assert needle.bytes_read(call, finer, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 5) * 64 * 2
+    plain = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16)  # the default, 8 bits: two bytes a dimension, and a scale
+    assert needle.bytes_read(call, plain, 2, 64, 2) == 2 * 2 * (16 + 8) * 64 * 2 + 2 * 3 * (2 * 64 + 4)
     radius = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="mean_radius")  # one vector and 4 bytes
     assert needle.bytes_read(call, radius, 2, 64, 2) == 2 * 2 * (16 + 8) * 64 * 2 + 2 * 3 * (64 * 2 + 4)
 

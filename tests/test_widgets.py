@@ -14,11 +14,10 @@ from test_notebook_contract import PATHS, read, tags
 from pageskip_lib import Budget, PageList, figures, runtime, select_pages
 from pageskip_lib.bench import pitfalls, records
 from pageskip_lib.cards import CARDS
-from pageskip_lib.controls import explore, show
+from pageskip_lib.controls import explore, on_click, show
 from pageskip_lib.costs import MODELS, decode_step
-from pageskip_lib.quality import needle
+from pageskip_lib.quality import grid, needle
 from pageskip_lib.quality.capture import Captured
-from pageskip_lib.quality.policies import PageskipPolicy, RandomPolicy, WindowPolicy
 from pageskip_lib.quality.recall import Layer, Setting
 
 
@@ -29,17 +28,12 @@ def start_here():
 
 
 def needle_notebook():
-    prompt = needle.Prompt(body=[0] * 4086, question=[65, 66], code_tokens=range(1027, 1031))
-
-    def ask(model, tokenizer, prompt, policy, cache, record):
-        """Every policy's list holds the code's page in some layer, the more pages the more often."""
-        pages = policy.budget.pages + len(policy.name)
-        steps = len(prompt.question) + needle.ANSWER_TOKENS - 1
-        for step in range(steps):
-            for layer in range(2, 6):
-                page = 64 if (layer + step) * 7 % 100 < pages else 3
-                record.append((layer, 4086 + step, PageList.from_rows([[[page]] * 3])))
-        return dict(policy=policy.name, answer=" 7491.", needle_page_share=pages / 1000)
+    def ask(model, tokenizer, prompt, policy, cache, *, record=None):
+        """Policies that read summaries have the code's page in some lists, the later the code and the larger the budget the more often."""
+        if record is not None:
+            pages = policy.budget.pages + (9 if policy.reads_summaries else 0)
+            record += [(layer, 0, PageList.from_rows([[[layer * 7 % pages]] * 3])) for step in range(7) for layer in range(2, 6)]
+        return dict(policy=policy.name, answer=f" {len(prompt.body)}", needle_page_share=0.5)
 
     class Tokenizer:
         def __call__(self, text, add_special_tokens):
@@ -48,11 +42,14 @@ def needle_notebook():
         def decode(self, tokens):
             return "".join(map(chr, tokens))
 
-    fake = SimpleNamespace(**{**vars(needle), "ask": ask})
+    def plant(tokenizer, text, *, context, depth, code):
+        return needle.Prompt(body=[0] * (round(300 + 100 * depth) + len(text) % 7), question=[65, 66], code_tokens=range(4))
+
+    recorded = records.load("grid", "h200")
     return dict(
-        needle=fake, prompt=prompt, cache=None, CODE="7491",
-        model=SimpleNamespace(config=SimpleNamespace(num_key_value_heads=3)), tokenizer=Tokenizer(),
-        PageskipPolicy=PageskipPolicy, WindowPolicy=WindowPolicy, RandomPolicy=RandomPolicy,
+        needle=SimpleNamespace(**{**vars(needle), "ask": ask, "plant": plant}), grid=grid, prefill=lambda *_: None, LiveCache=lambda config: None,
+        FullPolicy=lambda: SimpleNamespace(name="full", reads_summaries=False), GRID=recorded, run=recorded["settings"], CODE="7491",
+        model=SimpleNamespace(config=None, device="cpu"), tokenizer=Tokenizer(), on_click=on_click,
     )  # fmt: skip
 
 
@@ -119,18 +116,14 @@ def widgets():
         for i, cell in enumerate(cells):
             if "widget" in tags(cell):
                 last_draw = max(j for j in range(i) if "def draw(" in cells[j].source)
-                helpers = [c for c in cells[:last_draw] if "def map_of(" in c.source]
-                yield pytest.param(path.stem, [*helpers, cells[last_draw]], cell, id=f"{path.stem}-{i}")
+                yield pytest.param(path.stem, cells[last_draw], cell, id=f"{path.stem}-{i}")
 
 
-@pytest.mark.parametrize("name, draw_cells, widget_cell", list(widgets()))
-def test_each_control_redraws(name, draw_cells, widget_cell):
-    namespace = dict(torch=torch, figures=figures, runtime=runtime, explore=explore, show=show, rows=[], records={"pageskip": []})
+@pytest.mark.parametrize("name, draw_cell, widget_cell", list(widgets()))
+def test_each_control_redraws(name, draw_cell, widget_cell):
+    namespace = dict(torch=torch, figures=figures, runtime=runtime, explore=explore, show=show)
     namespace.update(STAND_INS[name]())
-    for cell in draw_cells:
-        # The helper's own show(...) line needs the real run; the functions are what the widget uses.
-        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("show("))
-        exec(compile(source, name, "exec"), namespace)
+    exec(compile(draw_cell.source, name, "exec"), namespace)
     *before, last = widget_cell.source.split("\n\n")
     exec("\n\n".join(before), namespace)
     box = eval(last, namespace)
@@ -141,11 +134,33 @@ def test_each_control_redraws(name, draw_cells, widget_cell):
         values = [value for _, value in control._options_full]
         for value in [*values[:: max(1, len(values) // 4)], values[-1]]:  # a long slider: every few steps, and both ends
             control.value = value
+            if hasattr(box, "button"):
+                box.button.click()
+                assert box.bar.value == 1
             assert "<b>" not in box.finding.value, f"{value}: {box.finding.value}"
             pictures.add(box.picture.value)
         assert len(pictures) > 1, f"the picture never changes with {control.description}"
         control.value = start
     assert not any(getattr(control, "continuous_update", False) for control in box.controls.values())
+
+
+def test_a_button_runs_what_takes_long_and_its_bar_moves():
+    ran, bars = [], []
+
+    def draw(report, n):
+        ran.append((n, box.button.disabled))
+        for share in (0.5, 1):
+            report(share)
+            bars.append(box.bar.value)
+        return figures.needle_map({(2, 0): n % 3}, 3, ["a"], f"asked with {n}", "x")
+
+    box = on_click(draw, "ask", n=ipywidgets.IntSlider(3))
+    box.controls["n"].value = 5
+    assert not ran and not box.picture.value, "it ran without a click"
+    for _ in range(2):
+        box.button.click()
+    assert ran == [(5, True)] * 2 and bars == [0.5, 1] * 2 and not box.button.disabled
+    assert box.finding.value == "asked with 5" and box.picture.value
 
 
 def test_an_error_in_draw_is_shown_to_the_reader():

@@ -9,6 +9,7 @@ a policy, so it stays in the rows and out of the counts.
 
 import hashlib
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,25 +189,34 @@ def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, adap
 
 
 def summarized(rows):
-    """For each label and budget, of the codes that the control finds: {(label, budget): (kept, asked, cells, mean bytes, mean share)}."""
+    """One dict a setting and budget, over the cells whose code the control finds: kept, known (codes that the control finds), cells,
+    bytes_per_token (mean), read (mean share of the control's bytes), needle_page_share (mean), and what makes the setting.
+
+    rows: as ``run_grid`` returns them, the control's among them.
+    """
+    place = lambda row: (row["hay"], row["wording"], row["context"], row["depth"])  # noqa: E731
+    whole = {place(row): row["bytes_per_token"] for row in rows if row["policy"] == "full"}
     groups = {}
     for row in rows:
         if row["control_right"]:
             groups.setdefault((row["label"], row["budget"]), []).append(row)
-    return {
-        key: (
-            sum(row["kept"] for row in group), sum(row["control_right"] for row in group), len(group),
-            math.fsum(row["bytes_per_token"] for row in group) / len(group), math.fsum(row["needle_page_share"] for row in group) / len(group),
+    return [
+        {name: group[0].get(name) for name in ("label", "budget", "policy", "page_size", "kind", "bound_size", "group")} | dict(
+            kept=sum(row["kept"] for row in group), known=sum(row["control_right"] for row in group), cells=len(group),
+            bytes_per_token=statistics.fmean(row["bytes_per_token"] for row in group),
+            read=statistics.fmean(row["bytes_per_token"] / whole[place(row)] for row in group),
+            needle_page_share=statistics.fmean(row["needle_page_share"] for row in group),
         )
-        for key, group in groups.items()
-    }  # fmt: skip
+        for group in groups.values()
+    ]  # fmt: skip
 
 
 def table(rows):
     """One line a setting and budget: of the codes that the control finds, how many it finds too; then what the control missed."""
     lines = [f"{'':<40}{'budget':>8}{'codes kept':>16}{'MB read/token':>15}{'needle page held':>18}"]
-    for (label, budget), (kept, asked, _, read, share) in summarized(rows).items():
-        lines.append(f"{label:<40}{budget:>8.1%}{f'{kept} of {asked}':>16}{read / 1e6:>15.2f}{share:>18.1%}")
+    for of in summarized(rows):
+        codes = f"{of['kept']} of {of['known']}"
+        lines.append(f"{of['label']:<40}{of['budget']:>8.1%}{codes:>16}{of['bytes_per_token'] / 1e6:>15.2f}{of['needle_page_share']:>18.1%}")
     controls = [row for row in rows if row["policy"] == "full"]
     missed = sum(row["asked"] - row["control_right"] for row in controls)
     without = sum(not row["control_right"] for row in controls)

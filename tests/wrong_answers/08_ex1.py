@@ -1,4 +1,4 @@
-# expect: should be True
-def window_sees(position, tokens, pages, sink, page_size):
-    """Counts back in tokens and forgets the sink."""
-    return position >= tokens - (pages - sink) * page_size
+# expect: with the code on [63, 64]
+def share_held(lists, code_pages):
+    """Is content with any page of the code."""
+    return sum(bool(code_pages & set(pages)) for pages in lists) / len(lists)

@@ -1,4 +1,5 @@
-# expect: with the code on [63, 64]
-def share_held(lists, code_pages):
-    """Is content with any page of the code."""
-    return sum(bool(code_pages & set(pages)) for pages in lists) / len(lists)
+# expect: luck beyond the control
+def count_kept(codes, control, answers):
+    """Lets a policy keep what the control never found."""
+    right = lambda said: sum(needle.is_right(answer, code) for answer, code in zip(said, codes))  # noqa: E731, F821
+    return right(answers), right(control)
