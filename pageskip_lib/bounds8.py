@@ -33,13 +33,12 @@ def channel_sizes(kmin, kmax):
 
 def encode(kmin, kmax, channel):
     """(kmin, kmax as int8 [B, Hkv, S, D], scale fp32 [B, Hkv, S]) from finite bounds [B, Hkv, S, D] and channel [B, Hkv, D]."""
-    low, high = (bound.float() / channel[:, :, None] for bound in (kmin, kmax))
-    peak = torch.maximum(low.abs(), high.abs()).amax(-1)
-    scale = torch.where(peak > 0, (peak * PER_PEAK.value).clamp(min=SMALLEST.value), 0.0)
-    step = torch.where(scale > 0, scale, 1.0)[..., None]
-    inverse = 1.0 / step  # one division an entry: this is on the way of every append
-    codes = torch.floor(low * inverse - MARGIN.value), torch.ceil(high * inverse + MARGIN.value)
-    return *(torch.where(scale[..., None] > 0, code, 0.0).to(torch.int8) for code in codes), scale
+    outward = torch.stack([-kmin, kmax]).float() / channel[:, :, None]  # both bounds are then rounded up
+    peak = outward.abs().amax((0, -1))
+    scale = (peak * PER_PEAK.value).clamp_(min=SMALLEST.value).masked_fill_(peak == 0, 0.0)
+    inverse = (1.0 / scale).nan_to_num_(posinf=0.0)[..., None]  # one division an entry: this is on the way of every append
+    codes = torch.ceil(outward * inverse + MARGIN.value).masked_fill_((peak == 0)[..., None], 0.0).to(torch.int8)
+    return -codes[0], codes[1], scale
 
 
 def quantized(kmin, kmax):

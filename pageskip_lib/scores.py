@@ -113,8 +113,9 @@ def page_scores(q, summary, *, group="max", backend="auto"):
     per_page = summary.page_size // summary.bound_size
     if resolve_backend(backend, q) == "torch":
         score = _entry_scores(q.float().view(batch, kv_heads, per_kv_head, dim), summary)
-        score = score.masked_fill(~_held(summary, entries, summary.bound_size)[:, None, None], float("-inf"))
-        score = torch.nn.functional.pad(score, (0, pages * per_page - entries), value=float("-inf")).unflatten(3, (pages, per_page)).amax(4)
+        score.masked_fill_(~_held(summary, entries, summary.bound_size)[:, None, None], float("-inf"))
+        if per_page > 1:
+            score = torch.nn.functional.pad(score, (0, pages * per_page - entries), value=float("-inf")).unflatten(3, (pages, per_page)).amax(4)
         return {"max": lambda: score.amax(2), "sum": lambda: score.sum(2), "none": lambda: score.flatten(1, 2)}[group]()
     if summary.kind == "minmax8":
         return launch_scores8(q, summary, group)

@@ -231,15 +231,17 @@ def _select_torch(scores, budget, lengths, page_size, row_budgets):
     forced = (page < budget.sink) | (page >= held - budget.local)
     # In fp64 there is a number above every fp32 score for +inf, and infinity itself is left for the forced pages.
     ranked = scores.double().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float64).max, neginf=float("-inf"))
-    ranked = ranked.masked_fill(forced, float("inf")).masked_fill(page >= held, float("-inf"))
+    ranked = ranked.masked_fill_(forced, float("inf")).masked_fill_(page >= held, float("-inf"))
     # A stable sort keeps equal scores in page order; torch.topk promises nothing about ties.
     order = torch.sort(ranked, dim=-1, descending=True, stable=True)
     best, value = order.indices[..., : budget.pages], order.values[..., : budget.pages]
     kept = value > float("-inf")
     if row_budgets is not None:
         kept &= page[: budget.pages] < row_budgets.clamp(budget.sink + budget.local, budget.pages)[:, None, None]
-    best = torch.where(kept, best, pages).sort(dim=-1).values.to(torch.int32)
-    best = torch.nn.functional.pad(best.masked_fill(best == pages, -1), (0, budget.pages - best.shape[-1]), value=-1)
+    best = best.to(torch.int32).masked_fill_(~kept, pages).sort(dim=-1).values
+    best.masked_fill_(best == pages, -1)
+    if best.shape[-1] < budget.pages:
+        best = torch.nn.functional.pad(best, (0, budget.pages - best.shape[-1]), value=-1)
     return best, kept.sum(-1, dtype=torch.int32)
 
 
@@ -287,11 +289,13 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     backend = resolve_backend(backend, scores)
     if backend == "triton" and pages > MAX_PAGES:
         raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")
-    out = out or empty_list(scores, budget)
     if backend == "torch":
-        best, counts = _select_torch(scores, budget, lengths, page_size, row_budgets)
-        out.pages.copy_(best)
-        out.counts.copy_(counts)
+        found = PageList(*_select_torch(scores, budget, lengths, page_size, row_budgets))
+        if out is None:
+            return found
+        out.pages.copy_(found.pages)
+        out.counts.copy_(found.counts)
     else:
+        out = out or empty_list(scores, budget)
         launch_select(scores, budget, lengths, page_size, out, row_budgets=None if row_budgets is None else row_budgets.contiguous())
     return out

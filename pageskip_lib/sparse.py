@@ -70,17 +70,22 @@ def _attend_listed(q, k, v, pages, page_size, length, scale, row, table):
     Returns fp32 out [Hq, D] and lse [Hq]. Only listed tokens are read; a head without any gives 0 and -inf.
     """
     kv_heads, dim = k.shape[1], k.shape[3]
-    offsets = torch.arange(page_size, device=k.device)
-    token = (pages.long()[:, :, None] * page_size + offsets).flatten(1)
-    valid = (pages >= 0).repeat_interleave(page_size, dim=1) & (token < length)
-    token = torch.where(valid, token, 0)
-    head = torch.arange(kv_heads, device=k.device)[:, None]
-    where = (row, head, token) if table is None else (table[row, token // page_size], head, token % page_size)
+    start = pages.long().masked_fill(pages < 0, page_count(length, page_size)) * page_size  # no page: one past the end
+    token = (start[:, :, None] + torch.arange(page_size, device=k.device)).flatten(1)
+    missing = (token >= length)[:, None]
+    token.clamp_(max=length - 1)
+
+    def listed(x):
+        if table is not None:
+            return x[table[row, token // page_size], torch.arange(kv_heads, device=k.device)[:, None], token % page_size].float()
+        # Whole rows at a time, which indexing with two tensors would not copy: half the time on a CPU.
+        return torch.stack([x[row, head].index_select(0, token[head]) for head in range(kv_heads)]).float()
+
     grouped = q.float().view(kv_heads, -1, dim) * scale
-    scores = (grouped @ k[where].float().transpose(1, 2)).masked_fill(~valid[:, None, :], float("-inf"))
+    scores = (grouped @ listed(k).transpose(1, 2)).masked_fill(missing, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v[where].float()).reshape(-1, dim), lse.reshape(-1)
+    return (weights @ listed(v)).reshape(-1, dim), lse.reshape(-1)
 
 
 def _listed(pages, row):
@@ -107,10 +112,11 @@ def _check_pages(pages, k, page_size):
             raise ValueError(f"{name} must start with k's B, Hkv = {tuple(k.shape[:2])}, got {shape_of(tensor)}.")
     if not k.is_cuda and pages.counts.numel():
         capacity = pages.pages.shape[2]
-        if not 0 <= int(pages.counts.min()) <= int(pages.counts.max()) <= capacity:
+        fewest, most = (int(count) for count in pages.counts.aminmax())
+        if not 0 <= fewest <= most <= capacity:
             raise ValueError(f"pages.counts must lie between 0 and the list's {capacity} columns, got {pages.counts.tolist()}.")
     if not k.is_cuda and pages.pages.numel():
-        lowest, highest, pages_in_cache = int(pages.pages.min()), int(pages.pages.max()), page_count(k.shape[2], page_size)
+        (lowest, highest), pages_in_cache = (int(page) for page in pages.pages.aminmax()), page_count(k.shape[2], page_size)
         if lowest < -1 or highest >= pages_in_cache:
             raise ValueError(
                 f"pages.pages must hold page numbers from 0 to {pages_in_cache - 1} (-1 for none), got {lowest} to {highest}."

@@ -120,6 +120,7 @@ def summarize_pages(k, page_size, *, lengths=None, kind="minmax", bound_size=Non
     check_kind(kind)
     check_inner_stride("k", k)
     batch, kv_heads, tokens, dim = k.shape
+    ragged = lengths is not None
     lengths = check_lengths(lengths, batch, tokens, k.device)
     entries = page_count(tokens, bound_size)
     # Only minmax has a kernel. The others are built by PyTorch on either backend: once for each key, while scores are made at every step.
@@ -130,6 +131,10 @@ def summarize_pages(k, page_size, *, lengths=None, kind="minmax", bound_size=Non
                 k, lengths, *fields.values(), *k.stride()[:3], tokens, kv_heads, entries,
                 SIZE=bound_size, D=dim, BLOCK_D=triton.next_power_of_2(dim),
             )  # fmt: skip
+    elif kind in ("minmax", "minmax8") and not ragged:  # no masks: whole entries, then what is left over
+        whole = tokens // bound_size * bound_size
+        parts = [k[:, :, :whole].unflatten(2, (whole // bound_size, bound_size))] + [k[:, :, None, whole:]] * (whole < tokens)
+        fields = {name: torch.cat([extreme(part, 3) for part in parts], 2) for name, extreme in (("kmin", torch.amin), ("kmax", torch.amax))}
     else:
         padded = torch.nn.functional.pad(k, (0, 0, 0, entries * bound_size - tokens)).unflatten(2, (entries, bound_size))
         valid = torch.arange(entries * bound_size, device=k.device) < lengths.clamp(0, tokens)[:, None]
