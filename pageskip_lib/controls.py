@@ -35,10 +35,13 @@ def show(figure):
     return Image(data=png(figure), alt=title_of(figure))
 
 
-def _box(draw, controls, *above):
+def _box(draw, controls, *more):
     """(a box with ``.controls``, ``.picture`` and ``.finding``, redraw): redraw() puts draw's picture, or its error in words, into the box."""
     picture, finding = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="648px")), ipywidgets.HTML()
-    row = ipywidgets.HBox([*controls.values(), *above], layout=ipywidgets.Layout(flex_flow="row wrap"))  # four sliders need two lines
+    for control in controls.values():
+        if hasattr(control, "continuous_update"):
+            control.continuous_update = False
+    row = ipywidgets.HBox([*controls.values(), *more], layout=ipywidgets.Layout(flex_flow="row wrap"))  # four sliders need two lines
     box = ipywidgets.VBox([row, finding, picture])
     box.controls, box.picture, box.finding = controls, picture, finding
 
@@ -63,8 +66,6 @@ def explore(draw, **controls):
     """
     box, redraw = _box(draw, controls)
     for control in controls.values():
-        if hasattr(control, "continuous_update"):
-            control.continuous_update = False
         control.observe(redraw, names="value")
     redraw()
     return box

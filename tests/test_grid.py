@@ -119,6 +119,48 @@ def test_codes_that_the_control_misses_are_marked_not_counted():
     assert "8 of 9" in grid.table(rows) and "1 cells; the control misses 1 of their 10 codes, all of them in 0 cells" in grid.table(rows)
 
 
+@pytest.fixture(scope="module")
+def far():
+    """{(label, budget): point} of the H200's record, of codes that stand on no forced page."""
+    rows = records.load("grid", "h200")["rows"]
+    return {(point["label"], point["budget"]): point for point in grid.summarized([row for row in rows if 0 < row["depth"] < 1])}
+
+
+BEST, SUM, EXACT = "bound in 8 bits, page 16, max", "bound in 8 bits, page 16, sum", "bound, page 16, max"
+
+
+def test_what_notebook_08_says_of_the_record_is_so(far):
+    kept = {key: point["kept"] / point["known"] for key, point in far.items()}
+    assert BEST == max((label for label, share in kept if share == 1 / 4), key=lambda label: kept[label, 1 / 4])  # the default
+    mass = {(row["label"], row["budget"]): row["mass"] for row in records.load("recall", "cpu_transcripts")["rows"]}
+    for share in (1 / 8, 1 / 4):
+        assert kept[SUM, share] < kept[BEST, share] - 0.2 and mass[BEST, share] < mass[SUM, share] < mass[BEST, share] + 0.0105
+        assert kept["window, page 16", share] == kept["random, page 16", share] == 0
+    assert far["random, page 16", 1 / 4]["needle_page_share"] > far[BEST, 1 / 8]["needle_page_share"]
+    assert kept[BEST, 1 / 8] > kept[EXACT, 1 / 8] + 0.1 and 0 <= kept[BEST, 1 / 4] - kept[EXACT, 1 / 4] < 0.03
+    tight, wide = (("pages from 1/128 on, page 16", 1 / 2), ("pages from 1/2048 on, page 16", 1 / 2))
+    assert abs(kept[tight] - kept[BEST, 1 / 8]) < 0.03 and abs(far[tight]["read"] - far[BEST, 1 / 8]["read"]) < 0.02
+    assert kept[wide] < kept[BEST, 1 / 4] - 0.03 and far[wide]["read"] > far[BEST, 1 / 4]["read"]
+    by_context = [
+        sum(row["kept"] for row in rows) / sum(row["control_right"] for row in rows)
+        for context in grid.CONTEXTS
+        for rows in [[r for r in records.load("grid", "h200")["rows"] if (r["context"], r["label"], r["budget"]) == (context, BEST, 1 / 8) and 0 < r["depth"] < 1]]
+    ]
+    assert by_context == sorted(by_context)  # short contexts lose most
+
+
+def test_what_the_readme_says_of_the_record_is_so(far):
+    readme = " ".join((records.RECORDED.parent.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"of {far[BEST, 1 / 4]['known']} codes that full attention finds" in readme
+    assert f"keeps {far[BEST, 1 / 4]['kept']} at a quarter of the cache's bytes and {far[BEST, 1 / 8]['kept']} at an eighth" in readme
+    assert f"window and random pages keep {far['window, page 16', 1 / 4]['kept'] + far['random, page 16', 1 / 4]['kept']}." in readme
+    run = json.loads((records.RECORDED / "needle_cpu_transcripts_0.json").read_text(encoding="utf-8"))
+    assert run["settings"]["date"] in readme
+    for row in run["rows"]:
+        shown = f"| {row['policy']} | {row['answer'].strip()} | {'yes' if row['right'] else 'no'} | {row['bytes_per_token'] / 1e6:.1f} MB | {row['needle_page_share']:.0%} of the calls |"
+        assert shown in readme
+
+
 def test_the_command_prints_and_records(smollm, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "RECORDED", tmp_path)
     monkeypatch.setattr(grid, "SETTINGS", FEW["settings"][:1])
