@@ -165,10 +165,8 @@ def test_the_readme_shows_the_recorded_run():
     for row in run["rows"]:
         start = f"| {row['policy']} | {row['answer'].strip()} | {'yes' if row['right'] else 'no'} | {row['bytes_per_token'] / 1e6:.1f} MB |"
         assert f"{start} {row['needle_page_share']:.0%} of the calls |" in readme
-    seconds = {row["policy"]: f"{row['seconds_per_token']:.2f} s" for row in run["rows"]}
-    assert f"{seconds['full']} with full attention and {seconds['pageskip']} with pageskip" in readme
     seconds = {row["policy"]: f"{row['seconds_per_token']:.3f} s" for row in recorded("h200_bfloat16")["rows"]}
-    assert f"{seconds['full']} and {seconds['pageskip']} on the H200 (bf16)" in readme
+    assert f"{seconds['full']} with full attention and {seconds['pageskip']} with pageskip on the H200 (bf16)" in readme
     assert run["settings"]["date"] in readme and run["settings"]["machine"]["name"] in readme
 
 
@@ -179,11 +177,3 @@ def test_the_recorded_gpu_runs_gave_the_same_verdicts(name):
     for there, row in zip(run["rows"], here["rows"], strict=True):
         assert (there["policy"], there["right"]) == (row["policy"], row["right"])
         assert there["answer"] == row["answer"] or not row["right"]  # wrong answers lie close together: rounding picks one
-
-
-def test_the_readme_counts_the_recorded_texts():
-    names = ("transcripts_0", "transcripts_1", "jargon_0", "jargon_1", "jargon_2", "jargon_3")
-    right = [{row["policy"]: row["right"] for row in recorded(f"cpu_{name}")["rows"]} for name in names]
-    controlled = [verdict for verdict in right if verdict["full"]]
-    assert (len(controlled), sum(verdict["pageskip"] for verdict in controlled)) == (5, 3)
-    assert "Of five texts whose control answered, pageskip answered in three" in (needle.DATA.parent / "README.md").read_text(encoding="utf-8")

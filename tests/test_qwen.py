@@ -101,6 +101,6 @@ def test_it_is_asked_like_the_embedded_model(qwen):
     assert full["bytes_per_token"] == round(3 * of_a_token * sum(held) / steps)
     newest = [5 * 16 + (n - 1) % 16 + 1 for n in held]  # the first page and the newest five, the last of them partly filled
     assert window["bytes_per_token"] == round(of_a_token * sum(2 * n + new for n, new in zip(held, newest)) / steps)
-    summaries = [2 * 2 * 128 * 4 * -(-n // 16) for n in held]
+    summaries = [2 * (2 * 128 + 4) * -(-n // 16) for n in held]  # of each head and page two vectors of bytes, and their scale
     assert bound["bytes_per_token"] == window["bytes_per_token"] + round(sum(summaries) / steps)
     assert all(isinstance(row["answer"], str) and row["answer"] for row in (full, window, bound))
