@@ -367,7 +367,7 @@ def cache_argument(model):
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: generate() could not write into a cache made there
 def prefill(model, ids, cache, *, chunk=512, progress=False):
     """Run prompt tokens through the model, exactly and causally, into ``cache``.
 
@@ -383,7 +383,7 @@ def prefill(model, ids, cache, *, chunk=512, progress=False):
     return logits
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def step(model, ids, cache):
     """One forward of ids [B, n] on top of ``cache``; logits [B, vocabulary] of the last position.
 

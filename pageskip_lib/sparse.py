@@ -75,17 +75,17 @@ def _attend_listed(q, k, v, pages, page_size, length, scale, row, table):
     missing = (token >= length)[:, None]
     token.clamp_(max=length - 1)
 
-    def listed(x):
-        if table is not None:
-            return x[table[row, token // page_size], torch.arange(kv_heads, device=k.device)[:, None], token % page_size].float()
-        # Whole rows at a time, which indexing with two tensors would not copy: half the time on a CPU.
-        return torch.stack([x[row, head].index_select(0, token[head]) for head in range(kv_heads)]).float()
+    def listed(x, head):
+        if table is None:
+            return x[row, head].index_select(0, token[head]).float()
+        return x[table[row, token[head] // page_size], head, token[head] % page_size].float()
 
+    # Head by head: on a CPU the copies of one head's tokens stay in the cache, and their memory is there for the next head.
     grouped = q.float().view(kv_heads, -1, dim) * scale
-    scores = (grouped @ listed(k).transpose(1, 2)).masked_fill(missing, float("-inf"))
+    scores = torch.stack([grouped[head] @ listed(k, head).T for head in range(kv_heads)]).masked_fill_(missing, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ listed(v)).reshape(-1, dim), lse.reshape(-1)
+    return torch.cat([weights[head] @ listed(v, head) for head in range(kv_heads)]), lse.reshape(-1)
 
 
 def _listed(pages, row):

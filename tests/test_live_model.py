@@ -167,6 +167,19 @@ def test_small_budget_reads_few_pages_and_changes_the_logits(llama):
     assert not torch.allclose(found, exact, **CLOSE)
 
 
+def test_generate_goes_on_in_a_prefilled_cache(llama):
+    """Twice, rolled back in between, and in plain transformers."""
+    ids = prompt(300, device=llama.device)
+    expected, cache = generate(llama, ids), LiveCache(llama.config)
+    prefill(llama, ids[:, :-1], cache, chunk=100)
+    with use_pageskip(llama, EVERYTHING):
+        assert generate(llama, ids, **{cache_argument(llama): cache}) == expected
+        cache.truncate(299)
+        assert generate(llama, ids, **{cache_argument(llama): cache}) == expected
+    cache.truncate(299)
+    assert generate(llama, ids, **{cache_argument(llama): cache}) == expected
+
+
 @pytest.mark.parametrize("policy", [FullPolicy(), EVERYTHING, WindowPolicy(Budget(64)), RandomPolicy(Budget(64))], ids=lambda policy: policy.name)
 def test_every_policy_with_room_for_all_pages(llama, policy):
     ids = prompt(40, device=llama.device)
@@ -471,7 +484,7 @@ def assert_summary_is_current(layer, page_size=16, **options):
     found, rebuilt = layer.summary(page_size, **options), summarize_pages(keys, page_size, lengths=lengths, **options)
     assert found.page_size == page_size and torch.equal(found.lengths, lengths)
     assert (found.kind, found.bound_size, found.pages) == (rebuilt.kind, rebuilt.bound_size, rebuilt.pages)
-    held = (torch.arange(page_count(keys.shape[2], found.bound_size), device=keys.device) * found.bound_size < lengths[:, None]).nonzero(as_tuple=True)
+    held = torch.arange(page_count(keys.shape[2], found.bound_size), device=keys.device) * found.bound_size < lengths[:, None]
     entries = lambda field: field.transpose(1, 2)[held]  # noqa: E731  (past a row's length an entry may hold anything)
     if found.kind == "minmax8":
         exact = summarize_pages(keys, page_size, lengths=lengths, **options | dict(kind="minmax"))

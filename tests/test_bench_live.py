@@ -1,0 +1,62 @@
+"""Tokens per second of generate(): that the arms are what they say, and the numbers add up. How fast it is no test can say."""
+
+import pytest
+import torch
+
+from pageskip_lib.bench import live
+from pageskip_lib.live_model import LiveCache, prefill
+
+from transformers import DynamicCache
+
+
+@pytest.fixture(scope="module")
+def measured(smollm):
+    return live.measure_cpu(*smollm, context=300, budget=1.0, tokens=6, rounds=2, progress=False)
+
+
+def test_every_arm_answers_and_is_timed(measured):
+    rows, settings = measured
+    assert [row["arm"] for row in rows] == [live.PLAIN, live.UNCOPIED, "pageskip, all pages", "pageskip, minmax", "pageskip, minmax8"]
+    for row in rows:
+        assert row["timed_tokens"] == 2 * 5, "from one token to the next"
+        assert 0 < row["fastest"] <= row["seconds"] == pytest.approx(1 / row["tokens_per_second"])
+        assert row["against_plain"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
+        assert (row["answer"], row["right"]) == (rows[0]["answer"], True), "the budget holds every page"
+    assert settings["context"] == 300 and settings["budget_pages"] == 18 and settings["dtype"] == "float32"
+
+
+def test_the_table_says_it_all(measured):
+    lines = live.table(measured[0]).splitlines()
+    assert len(lines) == 6 and all(row["arm"] in line and "7491" in line and "(right)" in line for row, line in zip(measured[0], lines[1:]))
+    wrong = [dict(row, right=False) for row in measured[0]]
+    assert live.table(wrong).count("(wrong)") == 5
+
+
+def test_each_arm_gets_its_own_cache_and_attention(smollm, monkeypatch):
+    model, tokenizer = smollm
+    seen, generate = [], type(model).generate
+
+    def spy(self, *args, **options):
+        cache = options[live.cache_argument(self)]
+        seen.append((type(cache), cache.get_seq_length(), self.config._attn_implementation))
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(type(model), "generate", spy)
+    live.measure_cpu(model, tokenizer, context=200, budget=0.5, tokens=2, rounds=2, kinds=("minmax",), progress=False)
+    arms = [(DynamicCache, 199, "sdpa"), (LiveCache, 199, "sdpa"), (LiveCache, 199, "pageskip"), (LiveCache, 199, "pageskip")]
+    assert seen == 2 * arms
+
+
+def test_the_copy_is_one(smollm):
+    model, tokenizer = smollm
+    cache = LiveCache(model.config)
+    prefill(model, torch.tensor([tokenizer("One, two, three, four, five.").input_ids]), cache)
+    copy = live.copied(cache, model.config)
+    for one, other in zip(cache.layers, copy.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+        assert one.keys.data_ptr() != other.keys.data_ptr() and one.values.data_ptr() != other.values.data_ptr()
+
+
+def test_what_does_not_fit_is_refused(smollm):
+    with pytest.raises(ValueError, match="8,200 tokens.*8,192"):
+        live.measure_cpu(*smollm, context=8190, tokens=10)
