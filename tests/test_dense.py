@@ -280,8 +280,9 @@ def test_every_sm_gets_nearly_the_same_number_of_programs(rows, per_sm, splits):
 
 
 def test_short_caches_are_split_less():
-    """96 rows of 8 tiles: splitting costs more starts than it saves. 2 rows: a tile for each program."""
-    assert dense.choose_splits(96, 1024, 132, 2, 128) == 1
+    """132 rows of 8 tiles: splitting costs more starts than it saves. 96 rows of 16: one program is too few for an SM. 2 rows: a tile for each."""
+    assert dense.choose_splits(132, 1024, 132, 1, 128) == 1
+    assert dense.choose_splits(96, 2048, 132, 2, 128) == 4
     assert dense.choose_splits(2, 1024, 132, 1, 128) == 8
 
 

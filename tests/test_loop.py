@@ -147,7 +147,7 @@ def test_a_small_budget_generates_the_tokens_of_the_same_policy(model, dense_lay
     monkeypatch.setattr("pageskip_lib.decode.break_even", lambda k, budget, page_size, card: budget.pages * page_size)
     budget, ids = Budget(4), prompt(60, device=model.device)
     exact = generate(model, ids, 40)
-    with use_pageskip(model, PageskipPolicy(budget, dense_layers=dense_layers)):
+    with use_pageskip(model, PageskipPolicy(budget, kind="minmax", dense_layers=dense_layers)):
         expected = generate(model, ids, 40)
     loop = make_loop(model, budget=budget, kind="minmax", dense_layers=dense_layers)
     loop.prefill(list(ids))
