@@ -80,10 +80,10 @@ def test_captured_queries_and_keys_are_the_models(qwen, ids):
             keys, values = captured.keys[None, layer, :, :length], captured.values[None, layer, :, :length]
             out = dense_decode(captured.queries[n, layer], keys, values, scale=captured.scale).flatten()
             expected = inputs[layer][0, length - 1]
-            # Two fp32 paths through up to 3 layers: 64 errors of 2^-22 of the largest number, as in test_live_model.
-            torch.testing.assert_close(out, expected, rtol=0, atol=64 * 2**-22 * expected.abs().max().item())
+            # Two fp32 paths through up to 3 layers of 1,536 random numbers each: 256 errors of 2^-22 of the largest number; 91 were seen.
+            torch.testing.assert_close(out, expected, rtol=0, atol=256 * 2**-22 * expected.abs().max().item())
     other_step = dense_decode(captured.queries[0, 2], keys, values, scale=captured.scale).flatten()
-    assert (other_step - expected).abs().max() > 100 * 64 * 2**-22 * expected.abs().max(), "the tolerance would let another step's query pass"
+    assert (other_step - expected).abs().max() > 25 * 256 * 2**-22 * expected.abs().max(), "the tolerance would let another step's query pass"
 
 
 def test_it_is_asked_like_the_embedded_model(qwen):
