@@ -36,7 +36,7 @@ def encode(kmin, kmax, channel):
     outward = torch.stack([-kmin, kmax]).float() / channel[:, :, None]  # both bounds are then rounded up
     peak = outward.abs().amax((0, -1))
     scale = (peak * PER_PEAK.value).clamp_(min=SMALLEST.value).masked_fill_(peak == 0, 0.0)
-    inverse = (1.0 / scale).nan_to_num_(posinf=0.0)[..., None]  # one division an entry: this is on the way of every append
+    inverse = 1.0 / scale[..., None]  # one division an entry: this is on the way of every append
     codes = torch.ceil(outward * inverse + MARGIN.value).masked_fill_((peak == 0)[..., None], 0.0).to(torch.int8)
     return -codes[0], codes[1], scale
 

@@ -29,8 +29,7 @@ def append_token(
     """Append one sequence's token for all KV heads, and write its new length to after_ptr.
 
     BESIDE: an attention kernel puts the token into the cache, and only the summary is left to do. WAIT: it still needs the old length.
-
-    kmin and kmax: of minmax the summary's own, of minmax8 the exact bounds of the page being filled, whose codes are low, high and scale.
+    kmin to channel: as in ``extend_summary``.
     """
     # One program for all KV heads of a sequence: it reads the length, and nobody else may see it half changed.
     batch = sequence.to(tl.int64)

@@ -1,6 +1,7 @@
 """What the kernel tests share: makers of inputs, guarded scratch, and error bounds derived from the dtype."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def far_apart(x, axis, tmp_path):
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.bin"
         buffer = torch.from_file(str(file), shared=True, size=size, dtype=x.dtype)
     return buffer.as_strided(x.shape, strides).copy_(x)
+
+
+@contextmanager
+def waiting_fails():
+    """Inside, PyTorch raises wherever the host would wait for the GPU."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class Unlaunchable:

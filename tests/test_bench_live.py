@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from pageskip_lib.bench import live
+from pageskip_lib.bench import live, records
+from pageskip_lib.bench.__main__ import main
 from pageskip_lib.live_model import LiveCache, prefill
+from pageskip_lib.models import ModelUnavailable
 
 from transformers import DynamicCache
 
 
 @pytest.fixture(scope="module")
 def measured(smollm):
-    return live.measure_cpu(*smollm, context=300, budget=1.0, tokens=6, rounds=2, progress=False)
+    return live.measure_live(*smollm, context=300, budget=1.0, tokens=6, rounds=2)
 
 
 def test_every_arm_answers_and_is_timed(measured):
@@ -42,7 +44,7 @@ def test_each_arm_gets_its_own_cache_and_attention(smollm, monkeypatch):
         return generate(self, *args, **options)
 
     monkeypatch.setattr(type(model), "generate", spy)
-    live.measure_cpu(model, tokenizer, context=200, budget=0.5, tokens=2, rounds=2, kinds=("minmax",), progress=False)
+    live.measure_live(model, tokenizer, context=200, budget=0.5, tokens=2, rounds=2, kinds=("minmax",))
     arms = [(DynamicCache, 199, "sdpa"), (LiveCache, 199, "sdpa"), (LiveCache, 199, "pageskip"), (LiveCache, 199, "pageskip")]
     assert seen == 2 * arms
 
@@ -59,4 +61,27 @@ def test_the_copy_is_one(smollm):
 
 def test_what_does_not_fit_is_refused(smollm):
     with pytest.raises(ValueError, match="8,200 tokens.*8,192"):
-        live.measure_cpu(*smollm, context=8190, tokens=10)
+        live.measure_live(*smollm, context=8190, tokens=10)
+
+
+def test_the_command_counts_records_and_says_when_there_is_no_model(measured, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(records, "RECORDED", tmp_path)
+    calls = []
+    monkeypatch.setattr(live, "load_model", lambda: ("model", "tokenizer"))
+    monkeypatch.setattr(live, "measure_live", lambda *given, progress: calls.append(given) or measured)
+    main(["live", "--record", "here"])
+    assert calls == [("model", "tokenizer")] and "pageskip, minmax8" in capsys.readouterr().out
+    assert records.load("live", "here")["rows"] == measured[0]
+
+    def missing():
+        raise ModelUnavailable("no model here")
+
+    monkeypatch.setattr(live, "load_model", missing)
+    with pytest.raises(SystemExit, match="pageskip: no model here"):
+        main(["live"])
+
+
+def test_the_bar_counts_to_its_end(smollm):
+    ticks = []
+    live.measure_live(*smollm, context=200, budget=0.5, tokens=2, progress=lambda: ticks.append(1))
+    assert len(ticks) == live.measurements()

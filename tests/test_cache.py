@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pageskip_lib import CacheFull, PagedKVCache, bounds8, page_scores, reference, runtime, summarize_pages
 
-from helpers import each_backend, each_backend_and_dtype, randn, same_bits
+from helpers import each_backend, each_backend_and_dtype, randn, same_bits, waiting_fails
 
 NAN = float("nan")
 ROWS, POOL, ROW_PAGES, PAGE = 3, 7, 4, 16  # a pool that three rows of four pages can exhaust
@@ -341,14 +341,9 @@ def test_an_append_never_waits_for_the_gpu(device):
         cache.truncate([30, 16, 0])
         cache.truncate([0, 0, 0])
 
-    everything()
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    everything()  # compiles what there is to compile
+    with waiting_fails():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from pageskip_lib.decode import DecodeStep
 from pageskip_lib.quality.capture import Captured
 from pageskip_lib.quality.recall import Layer, Setting, measure
 
-from helpers import assert_is_attention, each_backend, far_apart, int32, make_qkv, randn, same_bits
+from helpers import assert_is_attention, each_backend, far_apart, int32, make_qkv, randn, same_bits, waiting_fails
 
 INF, NAN = float("inf"), float("nan")
 
@@ -191,13 +191,8 @@ def test_nothing_waits_for_the_gpu(device):
         step(q, k[:, :, 0], v[:, :, 0])
 
     everything()  # compiles what there is to compile
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_fails():
         everything()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.gpu

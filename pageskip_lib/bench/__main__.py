@@ -1,12 +1,14 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``generate``, ``launches``, ``ceilings`` or
-``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``generate``, ``live``, ``launches``,
+``ceilings`` or ``pitfalls``."""
 
 import argparse
+import sys
 
 from tqdm import tqdm
 
 from .. import runtime
-from . import ceilings, dense, generate, launches, pitfalls, records, step
+from ..models import ModelUnavailable
+from . import ceilings, dense, generate, launches, live, pitfalls, records, step
 
 # name: what it measures, the function that does, its table, and how many measurements that takes (None: not known before)
 COMMANDS = {
@@ -16,6 +18,7 @@ COMMANDS = {
     "step": ("the whole step, selection included, against dense attention", step.run_step, step.table, None),
     "changes": ("the step after each of the changes that made it fast", step.run_changes, step.changes_table, None),
     "generate": ("a whole model's token step, split into products, attention and the rest", generate.run_generate, generate.table, None),
+    "live": ("tokens per second of generate(), plain and inside use_pageskip", live.run_live, live.table, live.measurements),
     "launches": ("a step called from Python and replayed from a CUDA graph, and what the graph froze", launches.run_launches, launches.table, None),
     "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
     "pitfalls": (
@@ -34,8 +37,11 @@ def main(arguments=None):
     options = top.parse_args(arguments)
 
     _, run, table, total = COMMANDS[options.command]
-    with tqdm(total=total() if total else None) as bar:
-        rows, settings = run(progress=bar.update)
+    try:
+        with tqdm(total=total() if total else None) as bar:
+            rows, settings = run(progress=bar.update)
+    except ModelUnavailable as error:
+        sys.exit(f"pageskip: {error}")
     print(table(rows))
     print(f"{runtime.machine()}; {settings['method']}")
     if options.record:

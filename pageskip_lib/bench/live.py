@@ -10,16 +10,16 @@ import time
 from contextlib import nullcontext
 
 import torch
-from tqdm.auto import tqdm
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from ..live_model import LiveCache, cache_argument, prefill, use_pageskip
-from ..models import check_fits
+from ..models import check_fits, load_model
 from ..quality.needle import budget_for, haystack, is_right, plant
 from ..quality.policies import FullPolicy, PageskipPolicy
 
 PLAIN, UNCOPIED = "transformers, SDPA", "SDPA, live cache"
+ROUNDS, KINDS = 4, ("minmax", "minmax8")
 
 
 class Clock(BaseStreamer):
@@ -43,9 +43,19 @@ def copied(cache, config):
     return copy
 
 
-def measure_cpu(
-    model, tokenizer, *, context=7000, budget=0.125, page_size=16, depth=0.25, code="7491", tokens=9, rounds=4, kinds=("minmax", "minmax8"),
-    progress=True,
+def measurements():
+    """How many times ``run_live`` calls its progress function."""
+    return ROUNDS * (3 + len(KINDS))
+
+
+def run_live(*, progress=lambda: None):
+    """``measure_live`` with the embedded model."""
+    return measure_live(*load_model(), progress=progress)
+
+
+def measure_live(
+    model, tokenizer, *, context=7000, budget=0.125, page_size=16, depth=0.25, code="7491", tokens=9, rounds=ROUNDS, kinds=KINDS,
+    progress=lambda: None,
 ):  # fmt: skip
     """Prefill a needle prompt once, then let each arm generate from its last token on, round after round. Returns (rows, settings).
 
@@ -59,12 +69,12 @@ def measure_cpu(
     prompt = plant(tokenizer, haystack("transcripts"), context=context, depth=depth, code=code)
     ids = torch.tensor([prompt.body + prompt.question], device=model.device)
     load, cache = os.getloadavg()[0], LiveCache(model.config)
-    prefill(model, ids[:, :-1], cache, progress=progress)
+    prefill(model, ids[:, :-1], cache)
     policies = {PLAIN: None, UNCOPIED: None, "pageskip, all pages": FullPolicy(page_size)}
     policies |= {f"pageskip, {kind}": PageskipPolicy(pages, page_size, kind=kind) for kind in kinds}
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
     seconds, answers = {arm: [] for arm in policies}, {}
-    for _ in tqdm(range(rounds), desc="rounds", disable=not progress):
+    for _ in range(rounds):
         for arm, policy in policies.items():
             cache.truncate(context - 1)
             used, clock = copied(cache, model.config) if arm == PLAIN else cache, Clock()
@@ -72,6 +82,7 @@ def measure_cpu(
                 out = model.generate(ids, streamer=clock, **{cache_argument(model): used}, **options)
             seconds[arm] += [after - before for before, after in zip(clock.times[1:], clock.times[2:])]
             answers[arm] = tokenizer.decode(out[0, context:])
+            progress()
     median = {arm: statistics.median(taken) for arm, taken in seconds.items()}
     rows = [
         dict(

@@ -3,8 +3,8 @@
 Codes are the rows of one batch: prompts of one length that end in one question, so one prefill and one question answer for all. On a GPU
 the cells of a context and wording share a batch, on a CPU each is one by itself.
 Budgets are shares of the cache's bytes, summaries included, so settings with equal budgets read alike. Every cell is also asked with
-everything read, the control; a code that the control misses says nothing about
-a policy, so it stays in the rows and out of the counts.
+everything read, the control; a code that the control misses says nothing about a policy, so
+it stays in the rows and out of the counts.
 """
 
 import hashlib
@@ -170,7 +170,8 @@ def run_grid(model, tokenizer, todo=None, settings=SETTINGS, shares=SHARES, adap
     """Ask every cell. Returns (rows, settings). A stopped run that is given the same ``scratch`` file goes on after its last finished batch.
 
     A row: hay, wording, context, depth, policy, label, budget (share of the cache's bytes; 1 for the control), page_size, kind, bound_size,
-    group, least (of an adaptive list), asked (codes), right, control_right, kept (right here and there), bytes_per_token (of a sequence), needle_page_share, answers and codes.
+    group, least (of an adaptive list), asked (codes), right, control_right, kept (right here and there), bytes_per_token (of a sequence),
+    needle_page_share, answers and codes.
     Raises ValueError when a context does not fit the model or a haystack.
     """
     todo = cells() if todo is None else todo
