@@ -9,7 +9,7 @@ from ..scores import GROUPS, page_scores
 from ..selection import Budget, select_pages
 from ..summaries import check_kind
 
-DENSE_LAYERS = 2  # layers 0 and 1 attend by position, not by content: no bound can rank their pages (Quest does the same)
+DENSE_LAYERS = 2  # layers 0 and 1 spread their attention over most pages: no short list holds it, however ranked (07 shows it; Quest does the same)
 
 
 @dataclass
