@@ -27,6 +27,7 @@ SHAPES = {
 }
 SPARE = 128  # of the context's tokens a measurement starts with so many fewer: every replay of the step appends one
 STEP, PLAIN, SPARSE = "pageskip step", "plain step", "pageskip sparse"
+KNOWN = "dense by lengths"  # exact attention that learns the lengths where the step does, on the device
 
 
 def step_bytes(batch, tokens, heads, itemsize, kind="minmax8", budget=BUDGET, page_size=PAGE):
@@ -96,6 +97,8 @@ def measure_step(heads, batch, tokens, dtype, device, progress=lambda: None):
         if arm.name == OURS:
             spaces = [Workspace(step.q, step.workspace.splits) for step in steps]
             calls[OURS] = [lambda i=i, w=w: dense_decode(*i, workspace=w) for i, w in zip(dense, spaces)]
+            first = start + 1  # as many as the step's first replay attends to
+            calls[KNOWN] = [lambda i=i, w=w: dense_decode(*i, lengths=first, workspace=w) for i, w in zip(dense, spaces)]
         elif arm.name != "FlexAttention":  # `bench dense` has it; it compiles for a minute at every shape
             calls[arm.name] = arm.calls(dense)
 
