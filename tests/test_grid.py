@@ -22,8 +22,9 @@ def test_the_default_grid_is_what_is_promised():
     todo = grid.cells()
     assert len(todo) == len(set(todo)) == 3 * 2 * 2 * 5 and {cell.codes for cell in todo} == {10}
     assert {cell.depth for cell in todo} >= {0.0, 1.0} and {cell.wording for cell in todo} == {"verbatim", "reworded"}
-    statement, question = grid.WORDINGS["reworded"]
-    assert question.strip() not in statement[0] and statement[0].strip().split()[-1] != question.split()[-1]
+    statement, question = grid.WORDINGS["reworded"]  # only the last word before the code is the same in both
+    asked, told = question.split(), statement[0].split()
+    assert question.strip() not in statement[0] and asked[-1] == told[-1] and asked[-2] != told[-2]
 
 
 def test_codes_are_the_cells_own():

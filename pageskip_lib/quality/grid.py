@@ -22,22 +22,23 @@ from ..models import check_fits, head_dim
 from ..selection import LOCAL_TOKENS, Budget
 from . import needle
 from .needle import ANSWER_TOKENS, HAYSTACKS, QUESTION, STATEMENT, bytes_read, haystack, is_right, plant
-from .policies import AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
+from .policies import AdaptivePolicy, CoarsePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 from .recall import Setting
 from .sweep import SCRATCH, Cells
 
 WORDINGS = {
     "verbatim": (STATEMENT, QUESTION),
-    "reworded": (("\n\nWhoever wants to open the vault has to enter", " at its door.\n\n"), "\n\nThe code of the vault is"),
+    "reworded": (("\n\nUse code", " to open the vault.\n\n"), "\n\nTo open the vault, use code"),
 }
 SETTINGS = (
     Setting("window", 16), Setting("random", 16), Setting("pageskip", 16, "minmax", 16, "max"), Setting("pageskip", 16, "minmax8", 16, "max"),
     Setting("pageskip", 16, "minmax8", 16, "sum"), Setting("pageskip", 16, "mean_radius", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max"),
     Setting("pageskip", 64, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 16, "sum"), Setting("pageskip", 64, "minmax8", 8, "max"),
-    Setting("pageskip", 64, "mean_std", 64, "max"),
+    Setting("pageskip", 64, "mean_std", 64, "max"), Setting("coarse", 16, group="sum"), Setting("coarse", 16, group="max"),
+    Setting("coarse", 64, group="sum"), Setting("coarse", 64, group="max"),
 )  # fmt: skip
-SHARES = (1 / 16, 1 / 8, 1 / 4)
-ADAPTIVE = ((16, 1 / 128), (16, 1 / 512), (16, 1 / 2048), (64, 1 / 64), (64, 1 / 256), (64, 1 / 1024))  # page size, least share of a page
+SHARES = (1 / 8, 3 / 16, 1 / 4)
+ADAPTIVE = ((16, 1 / 128), (16, 1 / 512), (16, 1 / 2048), (64, 1 / 256))  # page size, least share of a page
 CAP = 1 / 2  # of an adaptive list
 CONTEXTS, DEPTHS, CODES = (2048, 4096, 7168), (0.0, 0.25, 0.5, 0.75, 1.0), 10
 
@@ -79,6 +80,8 @@ def policy_for(setting, share, context, dim, element_size, least=None):
         return AdaptivePolicy(budget, setting.page_size, kind=setting.kind, bound_size=setting.bound_size, least=least)
     if setting.policy == "pageskip":
         return PageskipPolicy(budget, setting.page_size, kind=setting.kind, bound_size=setting.bound_size, group=setting.group)
+    if setting.policy == "coarse":
+        return CoarsePolicy(budget, setting.page_size, group=setting.group)
     return {"window": WindowPolicy, "random": RandomPolicy}[setting.policy](budget, setting.page_size)
 
 

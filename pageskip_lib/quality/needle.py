@@ -15,11 +15,9 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from ..checks import page_count
 from ..live_model import LiveCache, prefill, step, use_pageskip
 from ..models import check_fits, head_dim
 from ..selection import Budget
-from ..summaries import entry_bytes
 from .policies import FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 DATA = Path(__file__).resolve().parent.parent.parent / "data"
@@ -104,9 +102,7 @@ def bytes_read(call, policy, kv_heads, dim, element_size):
     listed = pages.pages[pages.pages >= 0]
     held = (tokens - listed * policy.page_size).clamp(max=policy.page_size)
     read = 2 * int(held.sum()) * dim * element_size // pages.pages.shape[0]
-    if policy.reads_summaries:
-        read += kv_heads * page_count(tokens, policy.bound_size) * entry_bytes(policy.kind, dim, element_size)
-    return read
+    return read + kv_heads * policy.summary_bytes(tokens, dim, element_size)
 
 
 def held_by_step(calls, prompt, policy):

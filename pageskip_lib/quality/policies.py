@@ -7,7 +7,8 @@ import torch
 from ..checks import check_bound_size, check_page_size, page_count
 from ..scores import GROUPS, page_scores
 from ..selection import Budget, select_pages
-from ..summaries import check_kind
+from ..summaries import check_kind, entry_bytes
+from .coarse import coarse_bytes, coarse_mass
 
 DENSE_LAYERS = 2  # layers 0 and 1 spread their attention over most pages: no short list holds it, however ranked (07 shows it; Quest does the same)
 
@@ -24,10 +25,13 @@ class Policy:
     dense_layers: int = DENSE_LAYERS
 
     name = None
-    reads_summaries = False
 
     def __post_init__(self):
         check_page_size(self.page_size)
+
+    def summary_bytes(self, tokens, dim, element_size):
+        """What choosing reads, for one KV head."""
+        return 0
 
     def choose(self, layer_idx, q, keys, lengths, summary):
         """The ``PageList`` for q [B, Hq, D] over the first lengths [B] int32 of the keys [B, Hkv, T, D], or None to read everything.
@@ -50,7 +54,6 @@ class FullPolicy:
     page_size: int = 16
 
     name = "full"
-    reads_summaries = False
 
     def choose(self, layer_idx, q, keys, lengths, summary):
         return None
@@ -66,12 +69,13 @@ class SummaryPolicy(Policy):
     kind: str = "minmax8"
     bound_size: int | None = None
 
-    reads_summaries = True
-
     def __post_init__(self):
         super().__post_init__()
         check_kind(self.kind)
         self.bound_size = check_bound_size(self.bound_size, self.page_size)
+
+    def summary_bytes(self, tokens, dim, element_size):
+        return page_count(tokens, self.bound_size) * entry_bytes(self.kind, dim, element_size)
 
 
 @dataclass
@@ -117,6 +121,28 @@ class AdaptivePolicy(SummaryPolicy):
         return shares.masked_fill(shares < self.least, float("-inf"))
 
 
+@dataclass
+class CoarsePolicy(Policy):
+    """The pages with the most attention by a coarse copy of the keys (``coarse``). group: "max" or "sum" over a KV head's query heads."""
+
+    group: str = "sum"
+
+    name = "coarse"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group not in ("max", "sum"):
+            raise ValueError(f"group must be 'max' or 'sum', got {self.group!r}.")
+
+    def choose(self, layer_idx, q, keys, lengths, summary):
+        if layer_idx < self.dense_layers:
+            return None
+        return select_pages(coarse_mass(q, keys, lengths, self.page_size, self.group), self.budget, lengths, self.page_size)
+
+    def summary_bytes(self, tokens, dim, element_size):
+        return coarse_bytes(tokens, dim)
+
+
 class WindowPolicy(Policy):
     """The newest pages, and the sink (StreamingLLM, arXiv 2309.17453)."""
 
@@ -143,4 +169,4 @@ class RandomPolicy(Policy):
         return torch.rand(self.pages_of(keys), generator=self._generator).to(keys.device)
 
 
-POLICIES = {policy.name: policy for policy in (FullPolicy, PageskipPolicy, AdaptivePolicy, WindowPolicy, RandomPolicy)}
+POLICIES = {policy.name: policy for policy in (FullPolicy, PageskipPolicy, AdaptivePolicy, CoarsePolicy, WindowPolicy, RandomPolicy)}

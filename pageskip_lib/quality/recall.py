@@ -14,8 +14,9 @@ from ..checks import check_bound_size, check_page_size, page_count
 from ..scores import GROUPS, page_scores
 from ..selection import Budget
 from ..summaries import PageSummary, check_kind, entry_bytes, summarize_pages
+from .coarse import coarse_bytes, coarse_mass
 
-POLICIES = ("oracle", "pageskip", "window", "random")
+POLICIES = ("oracle", "pageskip", "coarse", "window", "random")
 AGGREGATORS = (*GROUPS, "union")
 KIND_NAMES = {"minmax": "bound", "minmax8": "bound in 8 bits", "mean_radius": "mean + radius", "mean_std": "mean + 3 std", "mean": "mean"}
 GROUP_NAMES = {"none": "own lists", "union": "union of lists"}
@@ -48,7 +49,8 @@ def mass_curve(mass, scores, *, sink=1, local=2):
 class Setting:
     """One way to choose pages.
 
-    policy: "oracle" (by true mass, averaged over the KV head's query heads), "pageskip" (by page score), "window" or "random".
+    policy: "oracle" (by true mass, averaged over the KV head's query heads), "pageskip" (by page score), "coarse" (by mass on a coarse copy of
+    the keys, with a group of "max" or "sum"), "window" or "random".
     kind, bound_size, group: of pageskip's scores, as ``summarize_pages`` and ``page_scores`` take them. Two groups let every query head rank
     pages for itself: all heads take their next best page in turn until the pages of the group together fill the budget. With "none" a head
     then attends to its own list only, with "union" to all that the group has read.
@@ -64,6 +66,8 @@ class Setting:
         check_page_size(self.page_size)
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, got {self.policy!r}.")
+        if self.policy == "coarse" and self.group not in ("max", "sum"):
+            raise ValueError(f"group must be 'max' or 'sum' for coarse keys, got {self.group!r}.")
         if self.policy != "pageskip":
             return
         check_kind(self.kind)
@@ -74,6 +78,8 @@ class Setting:
     @property
     def label(self):
         """A few words for tables and legends."""
+        if self.policy == "coarse":
+            return f"keys in 2 bits, page {self.page_size}, {self.group}"
         if self.policy != "pageskip":
             return f"{self.policy}, page {self.page_size}"
         finer = f" of {self.bound_size}" if self.bound_size != self.page_size else ""
@@ -81,6 +87,8 @@ class Setting:
 
     def summary_bytes(self, tokens, dim, element_size):
         """Bytes of one KV head's summaries, which a choice reads: 0 for a policy without scores."""
+        if self.policy == "coarse":
+            return coarse_bytes(tokens, dim)
         if self.policy != "pageskip":
             return 0
         return page_count(tokens, self.bound_size) * entry_bytes(self.kind, dim, element_size)
@@ -142,6 +150,9 @@ class Layer:
         mass = self.by_page(setting.page_size)[0]
         if setting.policy == "oracle":
             return mass.mean(2)
+        if setting.policy == "coarse":
+            keys = self.keys.expand(len(self.q), *self.keys.shape)
+            return coarse_mass(self.q, keys, self.lengths, setting.page_size, setting.group)
         if setting.policy == "window":
             return torch.arange(mass.shape[-1], dtype=torch.float32).expand(mass[:, :, 0].shape)
         if setting.policy == "random":
