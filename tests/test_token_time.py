@@ -26,7 +26,7 @@ def test_a_read_that_is_a_line_is_found():
 
 
 def test_small_and_large_reads_count_alike():
-    """The error is relative: one of 5 us pulls as much as one of 5,000, so half of it is off by as much above as the other below."""
+    """The errors are relative: a large read is met as well as two small ones that disagree leave room for, and those are met halfway."""
     found = token_time.fit_read([(0, 1, 5.0), (0, 1, 6.0)] + [(1e10, 1, 5000.0)])
     assert 5.0 < found.start < 6.0 and found(1e10) == pytest.approx(5000, rel=1e-6)
 
