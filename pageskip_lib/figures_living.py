@@ -35,7 +35,8 @@ def token_bars(shapes, caption):
     """
     label, (exact, skipping) = list(shapes.items())[-1]
     before, after = sum(exact.values()), sum(skipping.values())
-    title = f"{label}: {before / 1e3:,.2f} ms a token, {after / 1e3:,.2f} with pageskip, {before / after:.2f}x; attention {exact['attention'] / before:.0%} before"
+    share = exact["attention"] / before
+    title = f"{label}: {before / 1e3:,.2f} ms a token, {after / 1e3:,.2f} with pageskip, {before / after:.2f}x; attention {share:.0%} before"
     figure, axes = _blank(title, caption, height=1.2 + 0.62 * len(shapes))
     for row, (_, pair) in enumerate(reversed(shapes.items())):
         whole = sum(pair[0].values())

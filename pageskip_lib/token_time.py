@@ -31,15 +31,24 @@ class Read:
 
 
 def fit_read(points):
-    """The ``Read`` whose relative errors have the least sum of squares. points: (bytes, times, microseconds), two or more."""
+    """The ``Read`` whose relative errors have the least sum of squares. points: (bytes, times, microseconds), two or more of different shares.
+
+    Raises ValueError when they leave start or rate open.
+    """
+    if len({size / times for size, times, _ in points}) < 2:
+        raise ValueError(f"A start and a rate take two reads of different sizes at least, got {points}.")
     size, times, microseconds = torch.tensor(points, dtype=torch.float64).T
-    start, per_byte = torch.linalg.lstsq(torch.stack([times, size], 1) / microseconds[:, None], torch.ones(len(points), 1, dtype=torch.float64)).solution
+    shares = torch.stack([times, size], 1) / microseconds[:, None]
+    start, per_byte = torch.linalg.lstsq(shares, torch.ones(len(points), 1, dtype=torch.float64)).solution
     return Read(start.item(), 1 / per_byte.item())
 
 
 @dataclass(frozen=True)
 class Prices:
-    """products, exact, selection, listed: a ``Read`` each, of a layer's cache but for the products. small: microseconds of a layer's small kernels."""
+    """What a machine takes for a token. products: a ``Read`` of weights; exact, selection, listed: of one layer's keys and values or summaries.
+
+    small: microseconds of a layer's small kernels.
+    """
 
     products: Read
     exact: Read
@@ -48,7 +57,7 @@ class Prices:
     small: float
 
     def on(self, card, measured):
-        """The same on another card: rates follow the bandwidth, starts stay as they are. card, measured: two ``CardFacts``. A guess, not a fit."""
+        """A guess for another card: rates follow the bandwidth, starts stay as they are. card, measured: two ``CardFacts``."""
         reads = ("products", "exact", "selection", "listed")
         faster = card.bandwidth / measured.bandwidth
         return replace(self, **{name: replace(getattr(self, name), rate=getattr(self, name).rate * faster) for name in reads})
@@ -93,14 +102,18 @@ def place(row):
 
 
 def fitted_rows(tokens):
-    """The rows of ``bench.generate`` that ``fit`` looks at."""
+    """The rows of ``bench.generate`` that ``fit`` looks at: one a model."""
     single = [row for row in tokens if row["batch"] == 1 and row["arm"] == "pageskip dense"]
-    return [min((row for row in single if row["model"] == name), key=lambda row: row["tokens"]) for name in dict.fromkeys(row["model"] for row in single)]
+    models = dict.fromkeys(row["model"] for row in single)
+    return [min((row for row in single if row["model"] == name), key=lambda row: row["tokens"]) for name in models]
 
 
 def model_named(name):
-    """The ``ModelShape`` of a recorded model, by the beginning of its name."""
-    return next(shape for known, shape in MODELS.items() if name.startswith(known))
+    """The ``ModelShape`` of a recorded model, by the beginning of its name. Raises ValueError for a model that ``costs`` does not know."""
+    for known, shape in MODELS.items():
+        if name.startswith(known):
+            return shape
+    raise ValueError(f"The name must begin as one of {', '.join(MODELS)}, got {name!r}.")
 
 
 def predict(prices, model, batch, tokens, *, budget, page_size, card, dense_layers=DENSE_LAYERS):

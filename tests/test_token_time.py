@@ -10,9 +10,8 @@ from pageskip_lib.costs import MODELS, decode_step
 
 SMOL, QWEN, LLAMA = MODELS.values()
 H200, BUDGET, PAGE = CARDS["H200"], Budget(pages=32), 64
-PRICES = token_time.Prices(
-    products=token_time.Read(3.0, 3e6), exact=token_time.Read(6.0, 4e6), selection=token_time.Read(5.0, 2e6), listed=token_time.Read(7.0, 3.5e6), small=8.0
-)  # fmt: skip
+READS = dict(products=(3.0, 3e6), exact=(6.0, 4e6), selection=(5.0, 2e6), listed=(7.0, 3.5e6))
+PRICES = token_time.Prices(**{name: token_time.Read(*read) for name, read in READS.items()}, small=8.0)
 
 
 def predicted(shape, batch, tokens, dense_layers=2, prices=PRICES, card=H200):
@@ -65,6 +64,16 @@ def test_a_recorded_name_finds_its_shape():
     assert token_time.model_named("SmolLM2-135M-Instruct") is SMOL and token_time.model_named(generate.RANDOM) is QWEN
 
 
+def test_what_cannot_be_fitted_or_found_is_one_sentence():
+    for points in ([], [(1e6, 1, 5.0)], [(1e6, 1, 5.0), (2e6, 2, 10.0)]):
+        with pytest.raises(ValueError, match=r"two reads of different sizes at least, got \[.*\]\.$"):
+            token_time.fit_read(points)
+    with pytest.raises(ValueError, match="must begin as one of SmolLM2-135M, .*, got 'GPT-2'"):
+        token_time.model_named("GPT-2")
+    with pytest.raises(ValueError, match="batch must be an int"):
+        predicted(QWEN, 0, 8192)
+
+
 @pytest.fixture(scope="module")
 def recorded():
     return records.load("step", "h200")["rows"], records.load("generate", "h200")["rows"]
@@ -75,8 +84,8 @@ def test_the_fit_sees_one_sequence_of_each_model_and_no_attention(recorded):
     prices = token_time.fit(steps, tokens, BUDGET, PAGE)
     seen = token_time.fitted_rows(tokens)
     assert [(row["model"], row["batch"], row["tokens"]) for row in seen] == [("SmolLM2-135M-Instruct", 1, 8192), (generate.RANDOM, 1, 65536)]
-    worse = [row if row in seen else {**row, **{name: 9 * row[name] for name in ("microseconds", "products", "rest", "attention") if name in row}} for row in tokens]
-    worse = [row | dict(attention=1e9, microseconds=1e9) if row in seen else row for row in worse]
+    times = "microseconds", "products", "rest", "attention"
+    worse = [row | (dict(attention=1e9, microseconds=1e9) if row in seen else {name: 9 * row[name] for name in times if name in row}) for row in tokens]
     assert token_time.fit(steps, worse, BUDGET, PAGE) == prices
     slower = [row | {name: 2 * row[name] for name in ("products", "rest")} if row in seen else row for row in tokens]
     assert token_time.fit(steps, slower, BUDGET, PAGE).small == pytest.approx(2 * prices.small)
@@ -118,7 +127,8 @@ def test_what_notebook_09_says_of_the_record_is_so(recorded):
     best = min(took(*large, arm) for arm in ("pageskip dense", "SDPA flash", "SDPA cuDNN"))
     served, every, none = (took(*large, arm) for arm in (generate.SERVED, generate.EVERY, generate.NONE))
     assert 0.87 < 1 - none / best < 0.93  # nine tenths
-    selection = 26 * sum(row["microseconds"] for row in steps if token_time.place(row) == (12, 128, 32, 65536) and row["arm"] in ("score", "select"))
+    alone = {row["arm"]: row["microseconds"] for row in steps if token_time.place(row) == (12, 128, 32, 65536)}
+    selection = 26 * (alone["score"] + alone["select"])
     assert 0.4 < (served - none - selection) / served < 0.5  # nearly half
     assert 0.4 < (served - every) / (served - none) < 0.6  # two layers are about half of attention
     assert 1.28 < served / every < 1.4  # a third as much again
@@ -159,6 +169,6 @@ def test_errors_count_what_the_fit_has_not_seen():
     points = [point(generate.OURS, 190.0, True), point(generate.SERVED, 110.0, False), point(generate.EVERY, 98.0, False)]
     figure = figures_living.prediction_errors(points, "x")
     assert title_of(figure) == "2 points that the fit has not seen: off by 10% at most, 6% on average"
-    marks = {(line.get_fillstyle(), x) for line in figure.axes[0].lines for x in line.get_xdata() if line.get_marker() in "os^" and line.get_linestyle() == "None"}
-    assert {(style, round(x, 6)) for style, x in marks} == {("none", 0.9), ("full", 0.1), ("full", -0.02)}
+    drawn = [line for line in figure.axes[0].lines if line.get_linestyle() == "None"]
+    assert {(line.get_fillstyle(), round(x, 6)) for line in drawn for x in line.get_xdata()} == {("none", 0.9), ("full", 0.1), ("full", -0.02)}
     assert figure.axes[0].get_xlim()[1] > 0.9
