@@ -122,17 +122,14 @@ def predict(prices, model, batch, tokens, *, budget, page_size, card, dense_laye
     model: a ``ModelShape``. card: its ``CardFacts``, which say from which context on the step selects (``decode.break_even``).
     dense_layers: the first so many layers read everything; ``model.layers`` of them is exact attention throughout.
     """
+    weights = decode_step(model, batch, tokens).weights  # first: it checks batch and tokens
     exact, summaries, listed = layer_bytes(model.kv_heads, model.head_dim, batch, tokens, budget, page_size)
     cache = torch.empty(batch, model.kv_heads, tokens, model.head_dim, dtype=torch.float16, device="meta")
     skipping = max(0, model.layers - dense_layers) if tokens > break_even(cache, budget, page_size, card) else 0
-    return dict(
-        zip(
-            PARTS,
-            (
-                prices.products(decode_step(model, batch, tokens).weights, product_count(model.layers)),
-                (model.layers - skipping) * prices.exact(exact) + skipping * prices.listed(listed),
-                skipping * prices.selection(summaries),
-                model.layers * prices.small,
-            ),
-        )
+    times = (
+        prices.products(weights, product_count(model.layers)),
+        (model.layers - skipping) * prices.exact(exact) + skipping * prices.listed(listed),
+        skipping * prices.selection(summaries),
+        model.layers * prices.small,
     )
+    return dict(zip(PARTS, times))
