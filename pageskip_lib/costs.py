@@ -2,7 +2,7 @@
 
 Counted: every weight that the step multiplies with, once; the whole KV cache, once; 2 FLOP a multiply-add. Not counted: activations,
 norms, softmax, launches, reading anything twice. So bytes and FLOPs are lower bounds, and a time computed from them is a floor, not
-a prediction. The roofline: Williams, Waterman and Patterson, CACM 52(4), 2009.
+a prediction (``token_time`` makes those). The roofline: Williams, Waterman and Patterson, CACM 52(4), 2009.
 """
 
 from dataclasses import dataclass

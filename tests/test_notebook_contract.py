@@ -21,7 +21,7 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 REQUIRED = {
     "00_start_here", "01_memory_wall", "02_dense_two_stage_kernel", "03_bandwidth_pitfalls", "04_page_bound_and_gemm_identity", "05_sparse_kernel",
-    "06_cuda_graphs", "07_recall", "08_needle",
+    "06_cuda_graphs", "07_recall", "08_needle", "09_living_cache",
 }  # fmt: skip
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 TAGS = set(

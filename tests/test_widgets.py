@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_notebook_contract import PATHS, read, tags
 
-from pageskip_lib import Budget, PageList, figures, runtime, select_pages
-from pageskip_lib.bench import pitfalls, records
+from pageskip_lib import Budget, PagedKVCache, PageList, figures, figures_living, runtime, select_pages, token_time
+from pageskip_lib.bench import generate, pitfalls, records
 from pageskip_lib.cards import CARDS
 from pageskip_lib.controls import explore, on_click, show
 from pageskip_lib.costs import MODELS, decode_step
@@ -102,10 +102,28 @@ def recall_notebook():
     )  # fmt: skip
 
 
+def living_notebook():
+    reads = {name: token_time.Read(5.0, 4e6) for name in ("products", "exact", "selection", "listed")}
+    prices = token_time.Prices(**reads, small=8.0)
+
+    def predicted(model, batch, tokens, dense_layers=2, prices=prices, card=CARDS["H200"]):
+        return token_time.predict(prices, model, batch, tokens, budget=Budget(pages=32), page_size=64, card=card, dense_layers=dense_layers)
+
+    def make():
+        return PagedKVCache(4, 1, 64, rows=3, row_pages=4, page_size=16, dtype=torch.float32, device="cpu", kind="minmax")
+
+    walk = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    return dict(
+        make=make, token=lambda n: (torch.full((1, 1, 64), walk[n].item()),) * 2, walk=walk, predicted=predicted, PRICES=prices, CARDS=CARDS, MODELS=MODELS,
+        box=lambda cache, row, page: tuple(bound[row, 0, page, 0].item() for bound in (cache.summary.kmin, cache.summary.kmax)),
+        H200=CARDS["H200"], decode_step=decode_step, figures_living=figures_living, generate=generate,
+    )  # fmt: skip
+
+
 STAND_INS = {
     "00_start_here": start_here, "01_memory_wall": memory_wall, "02_dense_two_stage_kernel": dict, "03_bandwidth_pitfalls": pitfalls_notebook,
     "04_page_bound_and_gemm_identity": page_bound, "05_sparse_kernel": sparse_notebook,
-    "06_cuda_graphs": graphs_notebook, "07_recall": recall_notebook, "08_needle": needle_notebook,
+    "06_cuda_graphs": graphs_notebook, "07_recall": recall_notebook, "08_needle": needle_notebook, "09_living_cache": living_notebook,
 }  # fmt: skip
 
 
