@@ -192,7 +192,7 @@ class ServingSession:
         self.policy = policy
         self.exact_layers = {}
         self.managers = WeakSet()
-        self.step = None
+        self.blocks = self.step = self._given = None  # of the running forward
         self.summaries = WeakKeyDictionary()  # {an engine's cache: {layer: LayerSummaries}}
         self._begin = model.init_continuous_batching
         self._configs = list({id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values())
@@ -217,20 +217,20 @@ class ServingSession:
         return manager
 
     def before_forward(self, model, args, kwargs):
-        """Forward pre-hook: the engine's arguments become a ``Step``, and its attention becomes ours until the forward is over."""
+        """Forward pre-hook: the engine's attention becomes ours until the forward is over."""
         cache = kwargs.get("cache")
         if not isinstance(cache, PagedAttentionCache):
             raise RuntimeError("Inside use_pageskip_serving the model answers through generate_batch and the engine's manager only.")
         if not any(getattr(manager.batch_processor, "cache", None) is cache for manager in self.managers):
             raise RuntimeError("This engine was made before use_pageskip_serving was entered, so its blocks have no page summaries.")
         self.summaries.setdefault(cache, {})
-        self.step = Step(kwargs, Blocks(cache), self.policy.page_size)
+        self.blocks, self._given = Blocks(cache), kwargs
         self._attend_by(ATTENTION)
         return args, kwargs | dict(cache=Untouched())
 
     def after_forward(self, *_):
         """Forward hook, also after an error."""
-        self.step = None
+        self.blocks = self.step = self._given = None
         self._attend_by(ENGINE_ATTENTION)
 
     def _attend_by(self, name):
@@ -239,7 +239,8 @@ class ServingSession:
 
     def attend(self, module, query, key, value, mask, scaling):
         """query [1, Hq, n, D], key and value [1, Hkv, n, D] of all rows' new tokens, mask [1, 1, n, keys of all rows]. Returns [1, n, Hq, D]."""
-        step, layer, size = self.step, module.layer_idx, self.policy.page_size
+        layer, size = module.layer_idx, self.policy.page_size
+        step = self.step = self.step or Step(self._given, self.blocks, size)
         group, pools = step.group(layer), step.blocks.tokens(layer)
         for pool, new in zip(pools, (key, value)):
             pool.index_copy_(0, group.write, new[0].transpose(0, 1))
@@ -271,7 +272,7 @@ class ServingSession:
 def attention_forward(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The registered attention function of a forward that the engine runs."""
     session = module.pageskip_session
-    blocks = session.step.blocks
+    blocks = session.blocks
     reason = why_exact(module, query, kwargs) or (None if blocks.is_full(module.layer_idx) else "sliding-window layer")
     if reason is not None:
         session.exact_layers[module.layer_idx] = reason
