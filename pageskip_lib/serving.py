@@ -8,22 +8,20 @@ their newest token, so a block that is freed and given to another request carrie
 
 import inspect
 from contextlib import contextmanager
-from functools import cached_property
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from .bounds8 import channel_sizes, encode
+from .block_summaries import BlockSummaries
 from .checks import page_count, spanned
 from .dense import dense_decode
+from .engine import Blocks, Step
 from .live_model import why_exact
 from .sparse import sparse_decode
-from .summaries import PageSummary, summarize_pages
 
 ATTENTION = "pageskip_paged"
 # The one name that the engine takes in every version without exchanging it for flash attention. It makes masks for it, and no CUDA graphs.
@@ -35,154 +33,11 @@ REFUSED = (
 )  # fmt: skip
 
 
-class Blocks:
-    """The engine's ``PagedAttentionCache``, whose inside versions arrange differently: in one tensor (5.24) or in one for each layer (5.17).
-
-    block: tokens of a block. stride: from a block's first token to the next block's, as the engine's indices count. They say where a token lies
-    among ``tokens(layer)``, keys and values as [tokens, Hkv, D].
-    """
-
-    def __init__(self, cache):
-        self.cache = cache
-        self.one_tensor = hasattr(cache, "layer_to_allocator")
-
-    def group(self, layer):
-        """Which of the engine's index tensors are this layer's."""
-        return self.cache.layer_to_allocator[layer].index if self.one_tensor else self.cache.layer_index_to_group_indices[layer][0]
-
-    def is_full(self, layer):
-        """Does the layer keep every token?"""
-        if self.one_tensor:
-            return self.cache.layer_to_allocator[layer].layer_type == "full_attention"
-        return self.cache.sliding_windows[layer] == 1
-
-    def size(self, layer):
-        """(block, stride) of the layer's group."""
-        if self.one_tensor:
-            allocator = self.cache.layer_to_allocator[layer]
-            return allocator.tokens_per_page, allocator.block_physical_stride
-        return self.cache.block_size, self.cache.block_size
-
-    def tokens(self, layer):
-        if self.one_tensor:
-            return tuple(pages.flatten(0, 1) for pages in self.cache.layer_to_allocator[layer].get_cache_for_block_table(layer))
-        place = self.cache.layer_index_to_group_indices[layer][1]
-        return self.cache.key_cache[place], self.cache.value_cache[place]
-
-    def attend(self, module, query, key, value, mask, scaling, kwargs):
-        """The engine's own attention, for a layer that stays as it is."""
-        kwargs = dict(kwargs)
-        if self.one_tensor:
-            key, value = self.cache.update(key, value, module.layer_idx, kwargs)
-        else:
-            kwargs["cache"] = self.cache
-        return eager_paged_attention_forward(module, query, key, value, mask, scaling, **kwargs)
-
-
 class Untouched:
     """Stands in for the engine's cache, so that a layer hands keys and values on as they are: the attention function stores them."""
 
     def update(self, keys, values, layer_idx, kwargs=None):
         return keys, values
-
-
-class Step:
-    """One forward: which rows decode, which are exact, and where everything lies. Worked out once, used by all layers of a group.
-
-    A row that brings one token decodes. exact: (first and last query, first and last key) of the others.
-    """
-
-    def __init__(self, kwargs, blocks, page_size):
-        self.blocks, self.page_size = blocks, page_size
-        self.read, self.write = kwargs["read_index"], kwargs["write_index"]
-        of_full = lambda value: value["full_attention"] if isinstance(value, dict) else value  # noqa: E731
-        queries, self.starts = kwargs["cu_seq_lens_q"], of_full(kwargs["cu_seq_lens_k"]).long()
-        most_queries = kwargs.get("max_length_q", kwargs.get("max_seqlen_q"))  # the second name until 5.17
-        self.most_keys = of_full(kwargs.get("max_length_k", kwargs.get("max_seqlen_k")))
-        self.new = most_queries > 1 or not any(index.numel() for index in self.read)
-        self.rows, self.exact = slice(None), []
-        if self.new:  # else the host need not know more, and does not wait
-            rows = list(zip(*(pair for bounds in (queries.tolist(), self.starts.tolist()) for pair in (bounds, bounds[1:]))))
-            reads = any(index.numel() for index in self.read)
-            decoding = [row for row, (q0, q1, *_) in enumerate(rows) if reads and q1 - q0 == 1]
-            self.exact = [bounds for row, bounds in enumerate(rows) if row not in decoding]
-            self.rows = torch.tensor(decoding, dtype=torch.int64, device=queries.device)
-        self.decodes = not self.new or len(self.rows) > 0
-        self.queries = queries[:-1].long()[self.rows]  # of the rows that decode
-        self.groups = {}
-
-    def group(self, layer):
-        index = self.blocks.group(layer)
-        if index not in self.groups:
-            self.groups[index] = GroupStep(self, self.read[index], self.write[index], *self.blocks.size(layer))
-        return self.groups[index]
-
-
-class GroupStep:
-    """A ``Step`` for the layers that share the engine's indices read and write, int64, into blocks of so many tokens."""
-
-    def __init__(self, step, read, write, block, stride):
-        self.step, self.read, self.write, self.block, self.stride = step, read, write, block, stride
-
-    def slot(self, index):
-        """The summary slot of the page that holds a token: blocks are counted, whatever lies between them in the pool."""
-        size = self.step.page_size
-        return index // self.stride * (self.block // size) + index % self.stride // size
-
-    @cached_property
-    def written(self):
-        """(page [n], slot [n], tokens it holds [n] int32) of every page that this step writes to."""
-        size = self.step.page_size
-        page, slot, held = self.write // size, self.slot(self.write), self.write % size + 1
-        if self.step.new:  # several tokens to a page
-            slot, which = torch.unique(slot, return_inverse=True)
-            page = torch.zeros_like(slot).scatter_(0, which, page)
-            held = torch.zeros_like(slot).scatter_reduce_(0, which, held, "amax")
-        return page, slot, held.int()
-
-    @cached_property
-    def decoding(self):
-        """(lengths [B] int32, page table [B, N] int32, -1 for none, summary slots [B, N]) of the rows that decode."""
-        step, size = self.step, self.step.page_size
-        lengths = step.starts.diff()[step.rows]
-        first = torch.arange(page_count(step.most_keys, size), device=self.read.device) * size
-        token = self.read[(step.starts[:-1][step.rows, None] + first).clamp(max=len(self.read) - 1)]
-        table = (token // size).masked_fill(first >= lengths[:, None], -1)
-        return lengths.int(), table.int(), self.slot(token)
-
-
-class LayerSummaries:
-    """Summaries of one layer's pages, a slot for each page of each of the engine's blocks: fields [slots, Hkv, S, ...], S entries a page.
-
-    The channels of minmax8 are sized once, by the first keys that the layer sees, and shared by all requests.
-    """
-
-    def __init__(self, slots, policy):
-        self.slots, self.policy, self.fields, self.channel = slots, policy, {}, None
-
-    def update(self, pages, written):
-        """Summarise anew what was written. pages: the pool [pages, Hkv, P, D]."""
-        page, slot, held = written
-        kind, size, bound = self.policy.kind, self.policy.page_size, self.policy.bound_size
-        made = summarize_pages(pages[page], size, lengths=held, kind="minmax" if kind == "minmax8" else kind, bound_size=bound).fields
-        if kind == "minmax8":
-            if self.channel is None:
-                self.channel = channel_sizes(*(bounds.transpose(0, 1).flatten(1, 2)[None] for bounds in made.values()))
-            made = dict(zip(("kmin", "kmax", "scale"), encode(*made.values(), self.channel)))
-        for name, field in made.items():
-            if name not in self.fields:
-                self.fields[name] = field.new_zeros(self.slots, *field.shape[1:])
-            self.fields[name][slot] = field
-
-    def gathered(self, slots, lengths, kind="minmax", bound_size=None):
-        """The ``PageSummary`` of rows whose pages have these slots [B, N]."""
-        policy = self.policy
-        if (kind, bound_size or policy.page_size) != (policy.kind, policy.bound_size):
-            raise ValueError(f"Summaries are kept of the policy's kind {policy.kind!r} and bound_size {policy.bound_size}, not {kind!r} and {bound_size}.")
-        fields = {name: field[slots].transpose(1, 2).flatten(2, 3) for name, field in self.fields.items()}
-        if kind == "minmax8":
-            fields["channel"] = self.channel.expand(len(slots), -1, -1)
-        return PageSummary(kind, policy.page_size, lengths, **fields, bound_size=policy.bound_size)
 
 
 class ServingSession:
@@ -193,7 +48,7 @@ class ServingSession:
         self.exact_layers = {}
         self.managers = WeakSet()
         self.blocks = self.step = self._given = None  # of the running forward
-        self.summaries = WeakKeyDictionary()  # {an engine's cache: {layer: LayerSummaries}}
+        self.summaries = WeakKeyDictionary()  # {an engine's cache: {layer: BlockSummaries}}
         self._begin = model.init_continuous_batching
         self._configs = list({id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values())
 
@@ -249,20 +104,21 @@ class ServingSession:
         if self.policy.reads_summaries and layer >= self.policy.dense_layers:
             layers = self.summaries[step.blocks.cache]
             if layer not in layers:
-                layers[layer] = LayerSummaries(page_count(len(pools[0]), group.stride) * (group.block // size), self.policy)
+                slots = page_count(len(pools[0]), group.stride) * (group.block // size)
+                layers[layer] = BlockSummaries(slots, size, self.policy.kind, self.policy.bound_size)
             summaries = layers[layer]
-            summaries.update(k, group.written)
+            summaries.update(k, *group.written)
         out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
         for q0, q1, k0, k1 in step.exact:  # each over its own keys: what the mask hides of other rows need not be multiplied first
             if group.read.numel():
                 own = [pool[group.read[k0:k1]].transpose(0, 1)[None] for pool in pools]
             else:
                 own = [new[:, :, k0:k1] for new in (key, value)]
-            out[:, q0:q1] = sdpa_attention_forward(module, query[:, :, q0:q1], *own, mask[..., q0:q1, k0:k1], scaling=scaling)[0]
+            out[:, q0:q1] = sdpa_attention_forward(module, query[:, :, q0:q1], *own, mask[..., q0:q1, k0:k1].contiguous(), scaling=scaling)[0]
         if step.decodes:
             lengths, table, slots = group.decoding
             q = query[0].transpose(0, 1)[step.queries]
-            summary = lambda **wanted: summaries.gathered(slots, lengths, **wanted)  # noqa: E731
+            summary = lambda **wanted: summaries.of_rows(slots, lengths, **wanted)  # noqa: E731
             pages = self.policy.choose(layer, q, spanned(k, table), lengths, summary)
             where = dict(lengths=lengths, table=table, scale=scaling)
             out[0, step.queries] = dense_decode(q, k, v, **where) if pages is None else sparse_decode(q, k, v, pages, page_size=size, **where)

@@ -138,18 +138,17 @@ def test_summaries_are_those_of_the_keys(llama, monkeypatch):
 
 def test_summaries_that_outlive_a_block_are_noticed(llama, monkeypatch):
     """The test above on purpose with a mistake: pages that were summarised for an earlier request are taken as known."""
-    policy, update, seen = Watched(monkeypatch), serving.LayerSummaries.update, {}
+    policy, update, seen = Watched(monkeypatch), serving.BlockSummaries.update, {}
 
-    def careless(self, pages, written):
-        page, slot, held = written
+    def careless(self, pages, page, slot, held):
         full = {int(number) for number, count in zip(slot, held) if count == 16}
         known = seen.setdefault(self, set())
         fresh = torch.tensor([int(number) not in known for number in slot], device=slot.device)
         known |= full
         if fresh.any():
-            update(self, pages, (page[fresh], slot[fresh], held[fresh]))
+            update(self, pages, page[fresh], slot[fresh], held[fresh])
 
-    monkeypatch.setattr(serving.LayerSummaries, "update", careless)
+    monkeypatch.setattr(serving.BlockSummaries, "update", careless)
     with use_pageskip_serving(llama, policy):
         answers(llama, prompts(*LENGTHS), blocks=6)
     assert policy.stale > 0
@@ -230,7 +229,7 @@ def test_a_policy_that_asks_for_other_summaries(llama, monkeypatch):
     monkeypatch.setattr(PageskipPolicy, "score", lambda self, q, keys, summary: page_scores(q, summary(kind="mean")))
     with use_pageskip_serving(llama, FEW):
         (result,) = llama.generate_batch(prompts(100), **options()).values()
-    assert "kept of the policy's kind 'minmax8'" in result.error
+    assert "The summaries kept are of kind 'minmax8'" in result.error
 
 
 def test_everything_is_as_before_afterwards(llama):
