@@ -19,26 +19,29 @@ def _summarize_written_kernel(
     """One entry of one page of one KV head: its bounds, as they are or in 8 bits."""
     written, head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     page, slot = tl.load(page_ptr + written).to(tl.int64), tl.load(slot_ptr + written).to(tl.int64)
-    token = entry * SIZE + tl.arange(0, SIZE)
+    held = tl.load(held_ptr + written)
     dims = tl.arange(0, BLOCK_D)
-    held = token < tl.load(held_ptr + written)
-    valid = held[:, None] & (dims < D)[None, :]
-    at = k_ptr + page * k_page + head * k_head + token[:, None] * k_token + dims[None, :]
-    kmin = tl.min(tl.load(at, mask=valid, other=float("inf")), axis=0)
-    kmax = tl.max(tl.load(at, mask=valid, other=float("-inf")), axis=0)
-    some = (dims < D) & (entry * SIZE < tl.load(held_ptr + written))
+    own = dims < D
+    kmin, kmax = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
+    for start in range(entry * SIZE, tl.minimum((entry + 1) * SIZE, held), 8):  # few keys at a time, for few registers
+        token = start + tl.arange(0, 8)
+        at = k_ptr + page * k_page + head * k_head + token[:, None] * k_token + dims[None, :]
+        valid = (token < held)[:, None] & own[None, :]
+        kmin = tl.minimum(kmin, tl.min(tl.load(at, mask=valid, other=float("inf")).to(tl.float32), axis=0))
+        kmax = tl.maximum(kmax, tl.max(tl.load(at, mask=valid, other=float("-inf")).to(tl.float32), axis=0))
+    some = own & (entry * SIZE < held)
     kmin, kmax = tl.where(some, kmin, 0.0), tl.where(some, kmax, 0.0)
     row = (slot * kv_heads + head) * entries + entry
     if KIND == "minmax8":
-        channel = tl.load(channel_ptr + head * D + dims, mask=dims < D, other=1.0)
+        channel = tl.load(channel_ptr + head * D + dims, mask=own, other=1.0)
         low, high, scale = encode_tile(kmin[None, :], kmax[None, :], channel[None, :])
         to = row * D + dims[None, :]
-        tl.store(low_ptr + to, low, mask=(dims < D)[None, :])
-        tl.store(high_ptr + to, high, mask=(dims < D)[None, :])
+        tl.store(low_ptr + to, low, mask=own[None, :])
+        tl.store(high_ptr + to, high, mask=own[None, :])
         tl.store(scale_ptr + row + tl.arange(0, 1), scale)
     else:
-        tl.store(kmin_ptr + row * D + dims, kmin, mask=dims < D)
-        tl.store(kmax_ptr + row * D + dims, kmax, mask=dims < D)
+        tl.store(kmin_ptr + row * D + dims, kmin, mask=own)
+        tl.store(kmax_ptr + row * D + dims, kmax, mask=own)
 
 
 class BlockSummaries:
