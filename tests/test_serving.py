@@ -1,16 +1,18 @@
 """use_pageskip_serving: requests that share one engine get what each gets alone, whoever joins, leaves, or held its blocks before."""
 
+import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import each_backend, same_bits
 from test_live_model import EVERYTHING, FEW, MODELS, SIZES, WINDOWED, WINDOWED_LAYERS, make
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from pageskip_lib import Budget, page_scores, serving, summarize_pages, use_pageskip, use_pageskip_serving
-from pageskip_lib.quality.needle import is_right, plant
+from pageskip_lib import Budget, load_model, page_scores, select_pages, serving, summarize_pages, use_pageskip, use_pageskip_serving
+from pageskip_lib.quality.needle import haystack, is_right, plant
 from pageskip_lib.quality.policies import FullPolicy, PageskipPolicy, WindowPolicy
 
 BLOCK = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # its name from 5.18 on, and before
@@ -104,6 +106,27 @@ def test_a_request_gets_what_it_gets_alone(llama):
         found = answers(llama, inputs)
     assert found == [alone(llama, ids, FEW_EXACT) for ids in inputs]
     assert found != answers(llama, inputs)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["minmax8", "minmax"])
+def test_the_kernels_walk_the_engines_blocks(kind, backend, llama, monkeypatch):
+    """Its pool has other strides than ours, and between a layer's pages lie those of other layers."""
+
+    class Policy(PageskipPolicy):
+        def choose(self, layer_idx, q, keys, lengths, summary):
+            if layer_idx < self.dense_layers:
+                return None
+            scores = page_scores(q, summary(kind=self.kind, bound_size=self.bound_size), backend=backend)
+            return select_pages(scores, self.budget, lengths, self.page_size, backend=backend)
+
+    policy = PageskipPolicy(Budget(5), 16, 1, kind)
+    with use_pageskip_serving(llama, policy):
+        expected = answers(llama, prompts(100, 130, 20), new=4)
+    for name in ("dense_decode", "sparse_decode", "BlockSummaries"):
+        monkeypatch.setattr(serving, name, partial(getattr(serving, name), backend=backend))
+    with use_pageskip_serving(llama, Policy(Budget(5), 16, 1, kind)):
+        assert answers(llama, prompts(100, 130, 20), new=4) == expected
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -246,9 +269,6 @@ def test_everything_is_as_before_afterwards(llama):
 def test_nothing_of_an_engine_is_kept(llama):
     with use_pageskip_serving(llama, FEW) as session:
         answers(llama, prompts(40))
-        torch.cuda.synchronize() if llama.device.type == "cuda" else None
-        import gc
-
         gc.collect()
         assert not session.summaries
 
@@ -256,32 +276,32 @@ def test_nothing_of_an_engine_is_kept(llama):
 # --- a real model --------------------------------------------------------------------------------------------------------
 
 
-def planted(tokenizer, code, context, seed):
-    prompt = plant(tokenizer, haystack_text(), context=context, depth=0.3, code=code, seed=seed)
-    return prompt.body + prompt.question
-
-
-def haystack_text():
-    from pageskip_lib.quality.needle import haystack
-
-    return haystack("transcripts")
-
-
 def found_codes(model, tokenizer, policy, codes, context):
     """For each code, planted in a haystack of its own: does its request answer with it? All requests at once."""
-    inputs = [planted(tokenizer, code, context, seed) for seed, code in enumerate(codes)]
-    sizes = dict(new=6, block=256, blocks=-(-context // 256 + 1) * len(codes) + 2, batch=512)
+    prompts = [plant(tokenizer, haystack("transcripts"), context=context, depth=0.3, code=code, seed=seed) for seed, code in enumerate(codes)]
+    sizes = dict(new=6, block=256, blocks=2 * len(codes) * (context // 256 + 1), batch=512)
     with use_pageskip_serving(model, policy):
-        texts = [tokenizer.decode(tokens) for tokens in answers(model, inputs, **sizes)]
+        texts = [tokenizer.decode(tokens) for tokens in answers(model, [prompt.body + prompt.question for prompt in prompts], **sizes)]
     return [is_right(text, code) for text, code in zip(texts, codes)]
 
 
 CODES = ("7491", "2856")
+QUARTER = Budget.for_tokens(0.25 * 800, 16)
 
 
 def test_needles_are_found_under_a_budget_and_not_by_a_window(smollm):
-    model, tokenizer = smollm
-    budget = Budget.for_tokens(0.25 * 800, 16)
-    assert found_codes(model, tokenizer, FullPolicy(16), CODES, 800) == [True, True]
-    assert found_codes(model, tokenizer, PageskipPolicy(budget, 16), CODES, 800) == [True, True]
-    assert found_codes(model, tokenizer, WindowPolicy(budget, 16), CODES, 800) == [False, False]
+    assert found_codes(*smollm, FullPolicy(16), CODES, 800) == [True, True]
+    assert found_codes(*smollm, PageskipPolicy(QUARTER, 16), CODES, 800) == [True, True]
+    assert found_codes(*smollm, WindowPolicy(QUARTER, 16), CODES, 800) == [False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_needles_on_the_gpu(dtype, monkeypatch):
+    """The same through the compiled kernels, summaries included."""
+    launched, launch = [], serving.BlockSummaries._launch
+    monkeypatch.setattr(serving.BlockSummaries, "_launch", lambda *given: launched.append(1) or launch(*given))
+    model, tokenizer = load_model(device="cuda", dtype=dtype)
+    assert found_codes(model, tokenizer, PageskipPolicy(QUARTER, 16), CODES, 800) == [True, True]
+    assert len(launched) > 28 * 5
+    assert found_codes(model, tokenizer, WindowPolicy(QUARTER, 16), CODES, 800) == [False, False]
