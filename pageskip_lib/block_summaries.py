@@ -4,8 +4,6 @@ Whatever is written, the pages written to are summarised anew, from their first 
 nothing is carried over: a page that is freed and given away needs no notice, and one that several requests share is summarised once.
 """
 
-import torch
-
 from .bounds8 import channel_sizes, encode, encode_tile
 from .runtime import resolve_backend, tl, triton
 from .summaries import FIELDS, PageSummary, summarize_pages
@@ -93,8 +91,8 @@ class BlockSummaries:
         Raises ValueError for another kind or bound size than what is kept.
         """
         if (kind, bound_size or self.page_size) != (self.kind, self.bound_size):
-            kept = f"{self.kind!r} with bound_size {self.bound_size}"
-            raise ValueError(f"The summaries kept are of kind {kept}, as the policy's attributes say, not {kind!r} with {bound_size or self.page_size}.")
+            kept, wanted = f"{self.kind!r} with bound_size {self.bound_size}", f"{kind!r} with {bound_size or self.page_size}"
+            raise ValueError(f"The summaries kept are of kind {kept}, as the policy's attributes say, not {wanted}.")
         fields = {name: field[slots].transpose(1, 2).flatten(2, 3) for name, field in self.fields.items()}
         if kind == "minmax8":
             fields["channel"] = self.channel.expand(len(slots), -1, -1)

@@ -56,7 +56,7 @@ def test_the_command_counts_records_and_says_when_there_is_no_model(smollm, meas
     monkeypatch.setattr(serve, "load_model", lambda: smollm)
     monkeypatch.setattr(serve, "serve", lambda model, inputs, policy, **options: sizes.append((len(inputs), len(inputs[0]))) or CANNED)
     serve.run_serve(progress=lambda: ticks.append(1))
-    assert len(ticks) == len(sizes) == serve.measurements() and set(sizes) == {(4, 2000)}
+    assert len(ticks) == len(sizes) == serve.measurements() and set(sizes) == {(3, 1500)}
     main(["serve", "--record", "here"])
     assert "pageskip, all pages" in capsys.readouterr().out and len(records.load("serve", "here")["rows"]) == 3
 
@@ -68,4 +68,4 @@ def test_the_command_counts_records_and_says_when_there_is_no_model(smollm, meas
         main(["serve"])
 
 
-CANNED = dict(answers=[[1, 2]] * 4, attention="sdpa", seconds=2.0, step=0.5, steps=8)
+CANNED = dict(answers=[[1, 2]] * 3, attention="sdpa", seconds=2.0, step=0.5, steps=8)

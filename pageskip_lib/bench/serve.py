@@ -30,9 +30,9 @@ def measurements():
 
 
 def run_serve(*, progress=lambda: None):
-    """``measure_serve`` with the embedded model: eight long requests on a GPU, four shorter ones on a CPU."""
+    """``measure_serve`` with the embedded model: eight long requests on a GPU, three short ones on a CPU."""
     model, tokenizer = load_model()
-    sizes = dict(requests=8, context=8000, tokens=96) if model.device.type == "cuda" else dict(requests=4, context=2000, tokens=24, batch_tokens=1024)
+    sizes = dict(requests=8, context=8000, tokens=96) if model.device.type == "cuda" else dict(requests=3, context=1500, tokens=16, batch_tokens=512)
     return measure_serve(model, tokenizer, progress=progress, **sizes)
 
 
@@ -65,18 +65,20 @@ def measure_serve(
         answers = runs[arm][-1]["answers"]
         plain = runs[PLAIN][-1]["answers"]
         rows.append(dict(
-            arm=arm, attention=runs[arm][-1]["attention"], step=step, fastest=min(run["step"] for run in runs[arm]), timed_steps=runs[arm][-1]["steps"],
+            arm=arm, attention=runs[arm][-1]["attention"], step=step, fastest=min(run["step"] for run in runs[arm]),
+            timed_steps=runs[arm][-1]["steps"],
             tokens_per_second=requests / step, against_plain=rows[0]["step"] / step if rows else 1.0, seconds=seconds,
             all_tokens_per_second=requests * tokens / seconds,
             right=sum(is_right(tokenizer.decode(answer), code) for answer, code in zip(answers, codes)),
             same=sum(answer == expected for answer, expected in zip(answers, plain)), answer=tokenizer.decode(answers[0][:8]),
         ))  # fmt: skip
     settings = dict(
-        model=model.config._name_or_path, requests=requests, context=context, tokens=tokens, batch_tokens=batch_tokens, block=BLOCK, budget=budget,
-        budget_pages=pages.pages, page_size=page_size, depth=depth, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device),
+        model=model.config._name_or_path, requests=requests, context=context, tokens=tokens, batch_tokens=batch_tokens, block=BLOCK,
+        budget=budget, budget_pages=pages.pages, page_size=page_size, depth=depth, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device),
         threads=torch.get_num_threads(), load_before=round(load, 1), load_after=round(os.getloadavg()[0], 1),
-        method=f"continuous batching of {requests} requests of {context} tokens, {tokens} generated each, {rounds} rounds, arms in turns; a step is the "
-        "median time between a request's tokens while all decode, seconds are the whole run with its prefill; answers compared with the first arm's",
+        method=f"continuous batching of {requests} requests of {context} tokens, {tokens} generated each, {rounds} rounds, arms in turns; a "
+        "step is the median time between a request's tokens while all decode, seconds are the whole run with its prefill; answers compared "
+        "with the first arm's",
     )  # fmt: skip
     return rows, settings
 
@@ -96,7 +98,8 @@ def serve(model, inputs, policy, *, tokens, batch_tokens):
             watch.remove()
     failed = [result.error for result in results.values() if result.error is not None]
     if failed or len(results) < len(inputs):
-        raise RuntimeError(f"The engine answered {len(results) - len(failed)} of {len(inputs)} requests; the first error: {failed[0] if failed else 'none'}.")
+        answered, first = len(results) - len(failed), failed[0] if failed else "none"
+        raise RuntimeError(f"The engine answered {answered} of {len(inputs)} requests; the first error: {first}.")
     stamps = [result.timestamps for result in results.values()]
     steps = steps_together(stamps)
     return dict(
