@@ -67,15 +67,16 @@ class Step:
         self.most_keys = of_full(kwargs.get("max_length_k", kwargs.get("max_seqlen_k")))
         reads = any(index.numel() for index in self.read)
         self.all_decode = reads and most_queries == 1  # then the host need not know more, and does not wait
-        self.rows, self.exact = slice(None), []
+        self.rows = self.queries = slice(None)  # the rows that decode, and the queries that they bring
+        self.exact = []
         if not self.all_decode:
             q, k = queries.tolist(), self.starts.tolist()
             bounds = list(zip(q, q[1:], k, k[1:]))
             decoding = [row for row, (first, last, *_) in enumerate(bounds) if reads and last - first == 1]
             self.exact = [bound for row, bound in enumerate(bounds) if row not in decoding]
             self.rows = torch.tensor(decoding, dtype=torch.int64, device=queries.device)
+            self.queries = queries[self.rows]
         self.decodes = self.all_decode or len(self.rows) > 0
-        self.queries = queries[:-1][self.rows]  # of the rows that decode
         self.groups = {}
 
     def group(self, layer):

@@ -10,7 +10,6 @@ import inspect
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -60,7 +59,7 @@ class ServingSession:
         block = getattr(config, "page_size", None) or config.block_size  # the second name until 5.17
         if block % self.policy.page_size:
             raise ValueError(f"The engine's blocks must hold whole pages of {self.policy.page_size} tokens, but hold {block}.")
-        refused = [name for name in REFUSED if any(torch.utils._pytree.tree_leaves(getattr(config, name, None)))]
+        refused = [name for name in REFUSED if getattr(config, name, None) not in (None, False, 0, (False, False))]
         if refused:
             raise ValueError(f"Inside use_pageskip_serving the engine runs without {', '.join(refused)}: it would pass the page summaries by.")
         if (generation.num_return_sequences or 1) > 1:
@@ -149,8 +148,8 @@ def use_pageskip_serving(model, policy):
     window, and others whose attention is unlike plain attention, stay as the engine has them and are listed in ``exact_layers``.
 
     The engine runs eagerly: CUDA graphs, compilation, offloading to the CPU and several sequences a request are refused with ValueError, as are
-    blocks that are not a multiple of the policy's pages. Beside its cache, the summaries take memory that the engine does not count: give
-    it num_blocks, or a max_memory_percent that leaves them room.
+    blocks that are not a multiple of the policy's pages. Leaving the context waits for an engine that still runs. Beside its cache, the
+    summaries take memory that the engine does not count: give it num_blocks, or a max_memory_percent that leaves them room.
     """
     modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
     if any(getattr(module, "pageskip_session", None) for module in modules):
@@ -168,6 +167,9 @@ def use_pageskip_serving(model, policy):
             module.pageskip_session = session
         yield session
     finally:
+        for manager in list(session.managers):
+            if manager.is_running():
+                manager.stop()
         for hook in hooks:
             hook.remove()
         model.__dict__.pop("init_continuous_batching", None)

@@ -264,6 +264,17 @@ def test_everything_is_as_before_afterwards(llama):
     assert threading.active_count() < 20
 
 
+def test_leaving_waits_for_an_engine_that_runs(llama):
+    """Afterwards its blocks would be read by an attention function that knows nothing of them."""
+    given, (ids,) = options(), prompts(90)
+    with use_pageskip_serving(llama, FEW_EXACT):
+        manager = llama.init_continuous_batching(given["generation_config"], given["continuous_batching_config"])
+        manager.start()
+        manager.add_request(ids, max_new_tokens=20)
+    assert not manager.is_running()
+    assert manager.get_result(timeout=60).generated_tokens == alone(llama, ids, FEW_EXACT)
+
+
 def test_nothing_of_an_engine_is_kept(llama):
     with use_pageskip_serving(llama, FEW) as session:
         answers(llama, prompts(40))

@@ -74,8 +74,8 @@ def measure_serve(
         ))  # fmt: skip
     settings = dict(
         model=model.config._name_or_path, requests=requests, context=context, tokens=tokens, batch_tokens=batch_tokens, block=BLOCK,
-        budget=budget, budget_pages=pages.pages, page_size=page_size, depth=depth, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device),
-        threads=torch.get_num_threads(), load_before=round(load, 1), load_after=round(os.getloadavg()[0], 1),
+        budget=budget, budget_pages=pages.pages, page_size=page_size, depth=depth, dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device), threads=torch.get_num_threads(), load_before=round(load, 1), load_after=round(os.getloadavg()[0], 1),
         method=f"continuous batching of {requests} requests of {context} tokens, {tokens} generated each, {rounds} rounds, arms in turns; a "
         "step is the median time between a request's tokens while all decode, seconds are the whole run with its prefill; answers compared "
         "with the first arm's",
