@@ -31,6 +31,7 @@ __all__ = [
     "sparse_decode",
     "summarize_pages",
     "use_pageskip",
+    "use_pageskip_serving",
 ]
 
 
@@ -40,6 +41,10 @@ def __getattr__(name):
         from .live_model import use_pageskip
 
         return use_pageskip
+    if name == "use_pageskip_serving":
+        from .serving import use_pageskip_serving
+
+        return use_pageskip_serving
     if name == "DecodeLoop":
         from .loop import DecodeLoop
 

@@ -227,6 +227,19 @@ def seen_keys(mask):
     return allowed.any(2).any(1)
 
 
+def why_exact(module, query, extras):
+    """Why this layer's attention, given query [B, Hq, n, D] and further arguments, is none that page selection can take over; or None."""
+    if getattr(module, "is_sliding", False) or extras.get("sliding_window") is not None:
+        return "sliding-window layer"
+    if getattr(module, "is_kv_shared_layer", False):
+        return "keys of another layer"
+    if query.shape[-1] not in HEAD_DIMS:
+        return f"head dim {query.shape[-1]}"
+    if any(extras.get(name) is not None for name in ("softcap", "position_bias", "s_aux")):
+        return "scores are changed before the softmax"
+    return None
+
+
 class Session:
     """What ``use_pageskip`` puts into a model: the policy, the cache of the running forward, and what to report.
 
@@ -270,17 +283,9 @@ class Session:
 
     def why_exact(self, module, query, mask, layer, extras):
         """Why this layer's decode must not go through page selection, or None."""
-        if getattr(module, "is_sliding", False) or extras.get("sliding_window") is not None:
-            return "sliding-window layer"
-        if getattr(module, "is_kv_shared_layer", False):
-            return "keys of another layer"
         if mask is not None and (layer is None or not self.hides_padding_only(mask, layer)):
-            return "a mask that is not padding on the left"
-        if query.shape[-1] not in HEAD_DIMS:
-            return f"head dim {query.shape[-1]}"
-        if any(extras.get(name) is not None for name in ("softcap", "position_bias", "s_aux")):
-            return "scores are changed before the softmax"
-        return None
+            return why_exact(module, query, extras) or "a mask that is not padding on the left"
+        return why_exact(module, query, extras)
 
     def hides_padding_only(self, mask, layer):
         """Does a one-token step's mask [B, 1, 1, T] hide just what the layer has left out?"""

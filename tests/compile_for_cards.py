@@ -43,7 +43,7 @@ import torch
 
 real = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
-from pageskip_lib import bounds8, cache, cards, decode, dense, fused, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
+from pageskip_lib import block_summaries, bounds8, cache, cards, decode, dense, fused, merge, runtime, scores, selection, sparse, summaries  # noqa: E402
 from pageskip_lib.bench import ceilings  # noqa: E402
 from pageskip_lib.checks import HEAD_DIMS, PAGE_SIZES  # noqa: E402
 
@@ -66,14 +66,16 @@ KERNELS = {
     "score8": bounds8._score8_kernel, "both": decode._append_and_score_kernel,
     "newest": dense._dense_kernel, "append+merge": decode._append_and_merge_kernel,
     "paged dense": dense._dense_kernel, "paged sparse": sparse._sparse_kernel, "paged append": cache._append_paged_kernel,
+    "written": block_summaries._summarize_written_kernel,
     "first norm": fused._add_norm_kernel, "norm": fused._add_norm_kernel, "rotate": fused._rotate_kernel, "gate": fused._gate_kernel,
 }  # fmt: skip
-INTS = ("lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr", "table_ptr", "rows_ptr")
+LONGS = ("page_ptr", "slot_ptr")
+INTS = ("held_ptr", "lengths_ptr", "after_ptr", "copy_ptr", "s_lengths_ptr", "row_budgets_ptr", "pages_ptr", "counts_ptr", "table_ptr", "rows_ptr")
 CODES = ("low_ptr", "high_ptr", "s_low_ptr", "s_high_ptr")
 FLOATS = ("scale_ptr", "channel_ptr", "s_scale_ptr", "s_channel_ptr", "scores_ptr", "outs_ptr", "lses_ptr", "outs", "lses", "lse", "out_ptr")
 IN_DTYPE = ("q_ptr", "k_ptr", "v_ptr", "out", "x_ptr", "first_ptr", "second_ptr", "kmin_ptr", "kmax_ptr", "k_new_ptr", "v_new_ptr")
 IN_DTYPE += ("residual_ptr", "weight_ptr", "normed_ptr", "projected_ptr", "cos_ptr", "sin_ptr", "gate_up_ptr", "gated_ptr")
-TYPES = dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32", eps="fp32")
+TYPES = dict.fromkeys(LONGS, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(CODES, "*i8") | dict.fromkeys(FLOATS, "*fp32") | dict(scale_log2="fp32", eps="fp32")
 STRIDES = {f"{name}_{axis}" for name in (*"qkvfs", "low", "high", "scale") for axis in ("batch", "head", "token", "entry")}
 GROUPS = (6, 24, 48, 96)  # padded to 16, 32, 64 and 128
 ROW_PAGES = (64, 1024, 4096, 16384)
@@ -167,6 +169,8 @@ def launches(target, everything=False):
         k = torch.empty(1, 1, 128, dim, dtype=dtype, device="meta")
         shape = noted(summaries, "_minmax_kernel", lambda: summaries.summarize_pages(k, 128, bound_size=size, backend="triton"))  # noqa: B023
         found.append((target, "summary", dtype, shape))
+        for kind, unused in (("minmax8", ("kmin_ptr", "kmax_ptr")), ("minmax", ("low_ptr", "high_ptr", "scale_ptr", "channel_ptr"))):
+            found.append((target, "written", dtype, shape | dict(KIND=kind) | dict.fromkeys(unused)))
     for dtype, dim, kv_heads in append_cells(everything):
         k, budget = torch.zeros(1, kv_heads, 128, dim, dtype=dtype), selection.Budget(1, sink=0, local=1)
         for sms in (1, SMS):  # more rows than SMs, and fewer: 64 and 32 entries a program

@@ -1,5 +1,5 @@
-"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``generate``, ``live``, ``launches``,
-``ceilings`` or ``pitfalls``."""
+"""Command line: ``python -m pageskip_lib.bench dense``, ``splits``, ``sparse``, ``step``, ``changes``, ``generate``, ``live``, ``serve``,
+``launches``, ``ceilings`` or ``pitfalls``."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from .. import runtime
 from ..models import ModelUnavailable
-from . import ceilings, dense, generate, launches, live, pitfalls, records, step
+from . import ceilings, dense, generate, launches, live, pitfalls, records, serve, step
 
 # name: what it measures, the function that does, its table, and how many measurements that takes (None: not known before)
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "changes": ("the step after each of the changes that made it fast", step.run_changes, step.changes_table, None),
     "generate": ("a whole model's token step, split into products, attention and the rest", generate.run_generate, generate.table, None),
     "live": ("tokens per second of generate(), plain and inside use_pageskip", live.run_live, live.table, live.measurements),
+    "serve": ("tokens per second of continuous batching, plain and inside use_pageskip_serving", serve.run_serve, serve.table, serve.measurements),
     "launches": ("a step called from Python and replayed from a CUDA graph, and what the graph froze", launches.run_launches, launches.table, None),
     "ceilings": ("what the memory can do: a streaming read and a copy", ceilings.run_ceilings, ceilings.table, None),
     "pitfalls": (
