@@ -148,11 +148,13 @@ def test_attention_unlike_plain_attention_stays_the_engines(device):
 # --- summaries of blocks that change hands -------------------------------------------------------------------------------
 
 
-def test_summaries_are_those_of_the_keys(llama, monkeypatch):
-    """Every row that decodes, at every layer and step, while requests join, leave, and take over each other's blocks."""
-    policy = Watched(monkeypatch)
-    with use_pageskip_serving(llama, policy):
-        answers(llama, prompts(*LENGTHS), blocks=6)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_summaries_are_those_of_the_keys(name, device, monkeypatch):
+    """Every row that decodes, at every layer and step, while requests join, leave, and take over each other's blocks; beside windowed layers too."""
+    model, policy = make(*(MODELS | WINDOWED)[name](), device), Watched(monkeypatch)
+    with use_pageskip_serving(model, policy):
+        for lengths in (LENGTHS, LENGTHS[::-1]):  # two engines, one after the other
+            answers(model, prompts(*lengths), blocks=6)
     assert policy.checked > 100 and policy.stale == 0
     assert len(policy.rows) > 2  # rows joined and left
 
