@@ -400,6 +400,7 @@ FAMILY = {
     "mean_radius": ("mean + radius", "#000000"),
     "mean_std": ("mean, mean + 3 std", "#555555"),  # one grey, and the caption's: a picture is stored in 16 colours
     "mean": ("mean, mean + 3 std", "#555555"),
+    "coarse": ("keys in 2 bits", "#882255"),
     "window": ("window", COLOURS["window"]),
     "random": ("random", COLOURS["random"]),
 }

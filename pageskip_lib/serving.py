@@ -43,6 +43,8 @@ class ServingSession:
     """What ``use_pageskip_serving`` puts into a model. exact_layers: {layer: reason} of layers that stay as the engine has them."""
 
     def __init__(self, model, policy):
+        if policy.reads == "keys":
+            raise ValueError(f"The policy {policy.name} ranks pages by the keys themselves; inside the engine a policy gets their summaries only.")
         self.policy = policy
         self.exact_layers = {}
         self.managers = WeakSet()
@@ -100,7 +102,7 @@ class ServingSession:
             pool.index_copy_(0, group.write, new[0].transpose(0, 1))
         k, v = (pool.view(-1, size, *pool.shape[1:]).transpose(1, 2) for pool in pools)
         summaries = None
-        if self.policy.reads_summaries and layer >= self.policy.dense_layers:
+        if self.policy.reads == "summaries" and layer >= self.policy.dense_layers:
             layers = self.summaries[step.blocks.cache]
             if layer not in layers:
                 slots = page_count(len(pools[0]), group.stride) * (group.block // size)

@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from pageskip_lib import Budget, load_model, page_scores, select_pages, serving, summarize_pages, use_pageskip, use_pageskip_serving
 from pageskip_lib.quality.needle import haystack, is_right, plant
-from pageskip_lib.quality.policies import FullPolicy, PageskipPolicy, WindowPolicy
+from pageskip_lib.quality.policies import CoarsePolicy, FullPolicy, PageskipPolicy, WindowPolicy
 
 BLOCK = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # its name from 5.18 on, and before
 LENGTHS = (50, 3, 120, 1, 77, 33, 200)
@@ -53,7 +53,7 @@ def alone(model, ids, policy, new=20):
 class Watched:
     """A policy and the serving module's ``sparse_decode`` in one: compares what was scored with the keys that are then read."""
 
-    reads_summaries, kind, page_size, bound_size, dense_layers = True, "minmax", 16, 16, 0
+    reads, kind, page_size, bound_size, dense_layers = "summaries", "minmax", 16, 16, 0
 
     def __init__(self, monkeypatch, budget=5):
         self.budget, self.checked, self.stale, self.rows = Budget(budget), 0, 0, set()
@@ -215,6 +215,12 @@ def test_a_shared_prefix_brings_its_summaries(llama, monkeypatch):
 def test_engines_that_would_pass_the_summaries_by(sizes, message, llama):
     with use_pageskip_serving(llama, FEW), pytest.raises(ValueError, match=message):
         llama.generate_batch(prompts(30), **options(**sizes))
+
+
+def test_a_policy_that_needs_the_keys_is_refused(llama):
+    """The engine's keys lie in blocks of many requests: what such a policy would get has their sizes, not their numbers."""
+    with pytest.raises(ValueError, match="coarse ranks pages by the keys"), use_pageskip_serving(llama, CoarsePolicy(Budget(6), 16)):
+        pass
 
 
 def test_several_sequences_a_request_are_refused(llama):

@@ -31,7 +31,7 @@ def needle_notebook():
     def ask(model, tokenizer, prompt, policy, cache, *, record=None):
         """Policies that read summaries have the code's page in some lists, the later the code and the larger the budget the more often."""
         if record is not None:
-            pages = policy.budget.pages + (9 if policy.reads_summaries else 0)
+            pages = policy.budget.pages + (9 if policy.reads else 0)
             record += [(layer, 0, PageList.from_rows([[[layer * 7 % pages]] * 3])) for step in range(7) for layer in range(2, 6)]
         return dict(policy=policy.name, answer=f" {len(prompt.body)}", needle_page_share=0.5)
 
@@ -48,7 +48,7 @@ def needle_notebook():
     recorded = records.load("grid", "h200")
     return dict(
         needle=SimpleNamespace(**{**vars(needle), "ask": ask, "plant": plant}), grid=grid, prefill=lambda *_: None, LiveCache=lambda config: None,
-        FullPolicy=lambda: SimpleNamespace(name="full", reads_summaries=False), GRID=recorded, run=recorded["settings"], CODE="7491",
+        FullPolicy=lambda: SimpleNamespace(name="full", reads=None), GRID=recorded, run=recorded["settings"], CODE="7491",
         model=SimpleNamespace(config=None, device="cpu"), tokenizer=Tokenizer(), on_click=on_click,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ class Policy:
     dense_layers: int = DENSE_LAYERS
 
     name = None
+    reads = None  # to choose by: None, "summaries" or "keys"
 
     def __post_init__(self):
         check_page_size(self.page_size)
@@ -54,6 +55,7 @@ class FullPolicy:
     page_size: int = 16
 
     name = "full"
+    reads = None
 
     def choose(self, layer_idx, q, keys, lengths, summary):
         return None
@@ -68,6 +70,8 @@ class SummaryPolicy(Policy):
 
     kind: str = "minmax8"
     bound_size: int | None = None
+
+    reads = "summaries"
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,6 +132,7 @@ class CoarsePolicy(Policy):
     group: str = "sum"
 
     name = "coarse"
+    reads = "keys"
 
     def __post_init__(self):
         super().__post_init__()
