@@ -421,7 +421,7 @@ def pareto(rows, caption, *, budget=1 / 8):
     oracle = max(row["mass"] for row in there.values() if row and row["policy"] == "oracle")
     best = max((label for label in kept if there[label]["policy"] != "oracle"), key=kept.get)
     title = f"{budget:.1%} of the bytes: {kept[best]:.1%} by {best}; oracle {oracle:.1%}"
-    figure, axes = _blank(title, caption, height=3.4)
+    figure, axes = _blank(title, caption, height=3.1)
     marks = {}
     for label, line in sorted(lines.items(), key=lambda item: kept.get(item[0], 0)):
         first, top = line[0], label == best
@@ -465,7 +465,7 @@ def codes_kept(points, caption, *, budget=1 / 4):
     there = {name: point for name, line in lines.items() for point in line if point["budget"] == budget}
     best = max(there, key=lambda name: share(there[name]))
     title = f"{there[best]['read']:.0%} of the bytes: {best} keeps {share(there[best]):.0%} of the codes; window {share(there['window, page 16']):.0%}"
-    figure, axes = _blank(title, caption, height=3.2)
+    figure, axes = _blank(title, caption, height=2.75)
     marks = {}
     for name, line in sorted(lines.items(), key=lambda item: item[0] == best):
         line = sorted(line, key=lambda point: point["read"])

@@ -157,6 +157,18 @@ def test_the_command_records_a_run(device, monkeypatch, tmp_path, capsys):
     assert all(bool(row["kernels"]) == (device == "cuda") for row in record["rows"])
 
 
+def test_what_the_readme_says_of_the_record_is_so():
+    readme = " ".join((records.RECORDED.parent.parent / "README.md").read_text(encoding="utf-8").split())
+    rows = {(row["batch"], row["tokens"], row["arm"]): row for row in records.load("generate", "h200")["rows"] if row["weights"] == "random"}
+    served = {at: rows[*at, generate.SERVED] for at in ((32, 65536), (8, 65536), (1, 65536), (1, 262144))}
+    flash, best = ([f"{row[name]:.2f}x" for row in served.values()] for name in ("speed_up", "speed_up_best"))
+    milliseconds = [f"{rows[32, 65536, arm]['microseconds'] / 1000:.1f} ms" for arm in (generate.SERVED, "SDPA flash")]
+    assert f"takes {milliseconds[0]} instead of {milliseconds[1]} a token of 32 x 65,536 ({flash[0]} over flash, " in readme
+    assert f"{rows[32, 65536, generate.EVERY]['speed_up']:.2f}x if its first two layers" in readme
+    assert f"{flash[1]} at 8 x 65,536, {flash[2]} at 1 x 65,536 and {flash[3]} at 1 x 262,144" in readme
+    assert f"over the fastest exact attention {best[0]}, {best[1]}, {best[2]} and {best[3]}" in readme
+
+
 @pytest.mark.gpu
 def test_memory_is_that_of_weights_cache_and_summaries(device):
     """At most 5% more, once the cache is large enough for PyTorch's fixed workspaces, some 100 MB, not to count."""
