@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from pageskip_lib import bounds8, Budget, PageList, page_scores, reference, select_pages, summarize_pages  # before transformers: it imports triton
 from pageskip_lib.checks import page_count
 from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
+from pageskip_lib.quality.needle import bytes_read
 from pageskip_lib.quality.policies import POLICIES, AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 from transformers import (
-    DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
-    Qwen2ForCausalLM, StaticCache,
+    DynamicCache, Gemma3ForCausalLM, Gemma3nForCausalLM, Gemma3nTextConfig, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig,
+    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache,
 )  # fmt: skip
 
 from helpers import int32, randn, same_bits
@@ -57,6 +58,14 @@ WINDOWED = {
         ), Gemma3ForCausalLM,
     ),
 }  # fmt: skip
+SHARING = dict(  # the last two layers have no keys: one reads those of the windowed layer 0, the other those of layer 1
+    SIZES, head_dim=64, sliding_window=WINDOW, num_kv_shared_layers=2, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+)  # fmt: skip
+SHARED = {
+    "gemma3n": lambda: (Gemma3nTextConfig(**SHARING), Gemma3nForCausalLM),
+    "gemma4": lambda: (Gemma4TextConfig(**SHARING, global_head_dim=64), Gemma4ForCausalLM),
+}
 WINDOWED_LAYERS = {"mistral": {0, 1, 2, 3}, "qwen2": {2, 3}, "gemma3": {0, 2}}
 
 
@@ -147,7 +156,7 @@ def test_full_budget_generates_the_same_tokens(model, tokens):
     with use_pageskip(model, EVERYTHING, record=calls) as session:
         assert generate(model, ids, new=20) == expected
     assert session.exact_layers == {}
-    decoded = [(layer, length) for layer, length, pages in calls if pages is not None]
+    decoded = [(layer, *lengths.tolist()) for layer, lengths, pages in calls if pages is not None]
     assert {layer for layer, _ in decoded} == {0, 1, 2, 3}, "some layer never went through the policy"
     assert max(length for _, length in decoded) == tokens + 19
 
@@ -162,7 +171,7 @@ def test_small_budget_reads_few_pages_and_changes_the_logits(llama):
             prefill(llama, ids[:, :-1], cache)
             calls.clear()
             found = step(llama, ids[:, -1:], cache)
-    assert [call[:2] for call in calls] == [(layer, 300) for layer in range(4)]
+    assert [(layer, lengths.tolist()) for layer, lengths, _ in calls] == [(layer, [300]) for layer in range(4)]
     assert all((pages.counts == 5).all() and (pages.pages[..., 0] == 0).all() for _, _, pages in calls)
     assert not torch.allclose(found, exact, **CLOSE)
 
@@ -231,6 +240,23 @@ def test_ragged_rows_choose_what_they_choose_alone(model):
             alone += generate(model, ids[row : row + 1, left:])
             assert all(torch.equal(many.pages[row], one.pages[0]) for many, (_, _, one) in zip(at_once, calls, strict=True))
     assert together == alone
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), FEW, WindowPolicy(Budget(5), dense_layers=0)], ids=["all", "pageskip", "window"])
+def test_recorded_bytes_of_a_ragged_batch_are_those_of_its_rows_alone(llama, policy):
+    """Padding that the cache leaves out is not read, in pages, summaries or whole rows; each record keeps the lengths of its own step."""
+    ids, mask = prompt(150, batch=3, device=llama.device), torch.ones(3, 150, dtype=torch.long, device=llama.device)
+    together, alone = [], []
+    for row, left in enumerate((0, 37, 130)):
+        ids[row, :left], mask[row, :left] = 0, 0
+        with use_pageskip(llama, policy, record=alone):
+            generate(llama, ids[row : row + 1, left:], new=8)
+    with use_pageskip(llama, policy, record=together):
+        generate(llama, ids, new=8, attention_mask=mask)
+    assert [lengths.tolist() for _, lengths, _ in together[::4]] == [[150 + n, 113 + n, 20 + n] for n in range(1, 8)]
+    read = lambda calls: [bytes_read(call, policy, 2, 64, 4) for call in calls]  # noqa: E731
+    apart = torch.tensor(read(alone)).view(3, -1).sum(0)
+    assert read(together) == (apart // 3).tolist()
 
 
 @pytest.mark.parametrize("kind", ["minmax", "minmax8", "mean_std"])
@@ -397,6 +423,20 @@ def test_sliding_window_layers_stay_exact_and_are_listed(name, device):
     assert set(session.exact_layers) == WINDOWED_LAYERS[name]
     assert set(session.exact_layers.values()) == {"sliding-window layer"}
     assert {layer for layer, _, _ in calls} == set(range(4)) - WINDOWED_LAYERS[name]
+
+
+@pytest.mark.parametrize("rows", ["one", "ragged"])
+@pytest.mark.parametrize("name", SHARED)
+def test_layers_with_the_keys_of_another_stay_exact_and_are_listed(name, rows, device):
+    """Case K4: the cache holds nothing of theirs; they get the other layer's keys, its padding back in place, while that layer itself goes through the policy."""
+    model = make(*SHARED[name](), device)
+    assert [module.is_kv_shared_layer for module in model.modules() if hasattr(module, "is_kv_shared_layer")] == [False, False, True, True]
+    ids, mask = ragged(model) if rows == "ragged" else (prompt(50, device=device), torch.ones(1, 50, dtype=torch.long, device=device))
+    expected, calls = generate(model, ids, new=2 * WINDOW, attention_mask=mask), []
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        assert generate(model, ids, new=2 * WINDOW, attention_mask=mask) == expected
+    assert session.exact_layers == {0: "sliding-window layer", 2: "sliding-window layer", 3: "keys of another layer"}
+    assert [layer for layer, _, _ in calls] == [1] * (2 * WINDOW - 1) and all(pages is not None for _, _, pages in calls)
 
 
 def test_unsupported_head_dim_stays_exact(device):
