@@ -1,5 +1,7 @@
 """The step inside a live transformers model: tiny random-weight models, in fp32, against plain transformers."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -410,6 +412,24 @@ def test_other_ways_to_generate(model, options):
         assert generate(model, ids, **options) == expected
 
 
+def test_beams_with_few_pages_choose_as_from_summaries_made_anew(llama):
+    """Case K6: after every reordering the stored summaries choose what a cache that stores none chooses."""
+
+    class Plain(DynamicCache):
+        """Not ours, so every step summarises all of its keys."""
+
+    ids = prompt(200, device=llama.device)
+    policy = PageskipPolicy(Budget(5), dense_layers=0, kind="minmax")  # exact bounds: the channels of minmax8 depend on the first keys
+    found = []
+    for cache in (LiveCache(llama.config), Plain(config=llama.config)):
+        calls = []
+        with use_pageskip(llama, policy, record=calls):
+            tokens = generate(llama, ids, new=40, num_beams=3, **{cache_argument(llama): cache})
+        found.append((tokens, [(layer, lengths.tolist(), pages.pages.tolist()) for layer, lengths, pages in calls]))
+    assert found[0] == found[1]
+    assert len({str(pages) for _, _, pages in found[0][1]}) > 20, "lists that hardly change would hide old summaries"
+
+
 # --- sliding windows ---------------------------------------------------------------------------------------------------
 
 
@@ -725,6 +745,42 @@ def test_summaries_inside_a_model_equal_a_rebuild(llama):
             step(llama, ids[:, token : token + 1], cache)
             for layer in cache.layers:
                 assert_summary_is_current(layer)
+
+
+@torch.inference_mode()
+def test_the_bound_holds_on_the_keys_that_attention_reads(model, monkeypatch):
+    """Case G8: what the rotation returns, caught on its way, never exceeds the bound on its page; summaries of the unturned keys would break it."""
+    rotary = sys.modules[type(model).__module__]
+    before, turned, bounds = [], [], []
+    real = rotary.apply_rotary_pos_emb
+
+    def caught(q, k, *rest, **options):
+        before.append((q, k))
+        turned.append(real(q, k, *rest, **options))
+        return turned[-1]
+
+    class Watched(PageskipPolicy):
+        def score(self, q, keys, summary):
+            bounds.append(page_scores(q, summary(kind="minmax"), group="none"))
+            return super().score(q, keys, summary)
+
+    monkeypatch.setattr(rotary, "apply_rotary_pos_emb", caught)
+    ids, cache = prompt(150, device=model.device), LiveCache(model.config)
+    with use_pageskip(model, Watched(Budget(64), dense_layers=0)):
+        prefill(model, ids[:, :140], cache)
+        for token in range(140, 150):
+            step(model, ids[:, token : token + 1], cache)
+    assert len(turned) == 4 * 11 and len(bounds) == 4 * 10
+    broken = 0
+    for layer in range(4):
+        keys, unturned = (torch.cat([k for _, k in calls[layer::4]], 2) for calls in (turned, before))
+        for n, (q, _) in enumerate(turned[layer::4][1:]):
+            read, summary = 141 + n, summarize_pages(unturned[:, :, : 141 + n], 16)
+            best = reference.best_key(q[:, :, 0], keys[:, :, :read], 16)
+            slack = reference.score_error(q[:, :, 0], summarize_pages(keys[:, :, :read], 16))
+            assert (bounds[4 * n + layer].cpu() >= best - slack).all()
+            broken += int((page_scores(q[:, :, 0], summary, group="none").cpu() < best - slack).sum())
+    assert broken, "the rotation changed too little to tell"
 
 
 @torch.inference_mode()
