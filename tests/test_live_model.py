@@ -450,7 +450,7 @@ def test_sliding_window_layers_stay_exact_and_are_listed(name, device):
 @pytest.mark.parametrize("rows", ["one", "ragged"])
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_with_the_keys_of_another_stay_exact_and_are_listed(name, rows, device):
-    """Case K4: the cache holds nothing of theirs; they get the other layer's keys, its padding back in place, while that layer itself goes through the policy."""
+    """Case K4: they have no place in the cache and get the other layer's keys, padding back in place; that layer itself goes through the policy."""
     model = make(*SHARED[name](), device)
     assert [module.is_kv_shared_layer for module in model.modules() if hasattr(module, "is_kv_shared_layer")] == [False, False, True, True]
     ids, mask = ragged(model) if rows == "ragged" else (prompt(50, device=device), torch.ones(1, 50, dtype=torch.long, device=device))
