@@ -305,7 +305,7 @@ class Session:
             lengths, summary = layer.lengths, layer.summary
         pages = policy.choose(module.layer_idx, q, key, lengths, partial(summary, policy.page_size))
         if self.record is not None:
-            self.record.append((module.layer_idx, key.shape[2], pages))
+            self.record.append((module.layer_idx, lengths, pages))  # a tensor: reading it here would wait for the GPU
         if pages is None:
             out = dense_decode(q, key, value, lengths=lengths, scale=scaling)
         else:
@@ -337,7 +337,8 @@ def use_pageskip(model, policy, *, record=None):
 
     model: a transformers causal LM whose attention goes through transformers' attention interface. policy: see
     ``quality.policies``; its choose(layer_idx, q [B, Hq, D], keys [B, Hkv, T, D], lengths [B], summary) returns a ``PageList`` to read,
-    or None for all pages. record: a list that receives (layer_idx, tokens, PageList or None) for each decode call of each layer.
+    or None for all pages. record: a list that receives (layer_idx, lengths, PageList or None) for each decode call of each layer; lengths [B] int32,
+    on the device, are the tokens that each row held at that step, its padding left out.
 
     Yields the ``Session``. ``model.generate(...)`` works unchanged: where it would use a DynamicCache it gets a ``LiveCache``.
     Prompts of different lengths, padded on the left, go through the policy too: padding is neither attended nor summarised. Layers with a sliding

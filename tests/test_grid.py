@@ -13,6 +13,8 @@ from pageskip_lib.quality.__main__ import main
 from pageskip_lib.quality.policies import FullPolicy
 from pageskip_lib.quality.recall import Setting
 
+from helpers import int32
+
 CELL = grid.Cell("transcripts", "verbatim", 400, 0.4, codes=2)
 FEW = dict(settings=(Setting("window", 16), Setting("pageskip", 16, "minmax8", 16, "max"), Setting("pageskip", 64, "minmax8", 64, "max")), shares=(0.6,), adaptive=())
 
@@ -71,12 +73,12 @@ def test_adaptive_lists_take_what_seems_to_matter(smollm):
 
 def test_the_share_of_lists_with_the_code():
     """Two sequences with their codes on pages 2 and 3 to 4; a list must hold all of a code's pages."""
-    prompts = [needle.Prompt([0] * 99, [0], range(40, 44)), needle.Prompt([0] * 99, [0], range(63, 66))]
+    prompts, held = [needle.Prompt([0] * 99, [0], range(40, 44)), needle.Prompt([0] * 99, [0], range(63, 66))], int32([99, 99])
     lists = PageList.from_rows([[[0, 2], [0, 1]], [[3, 5], [3, 4]]])
-    assert grid.needle_shares([(0, 99, None), (2, 99, lists)], prompts, 16) == [0.5, 0.5]
+    assert grid.needle_shares([(0, held, None), (2, held, lists)], prompts, 16) == [0.5, 0.5]
     lists = PageList.from_rows([[[1, 2], [0, 2]], [[3, 5], [4, 5]]])
-    assert grid.needle_shares([(0, 99, None), (2, 99, lists)], prompts, 16) == [1.0, 0.0]
-    assert grid.needle_shares([(0, 99, None)], prompts, 16) == [1.0, 1.0]
+    assert grid.needle_shares([(0, held, None), (2, held, lists)], prompts, 16) == [1.0, 0.0]
+    assert grid.needle_shares([(0, held, None)], prompts, 16) == [1.0, 1.0]
 
 
 def test_cells_of_one_batch_answer_as_they_would_apart(smollm):

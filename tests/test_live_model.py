@@ -1,5 +1,7 @@
 """The step inside a live transformers model: tiny random-weight models, in fp32, against plain transformers."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 from pageskip_lib import bounds8, Budget, PageList, page_scores, reference, select_pages, summarize_pages  # before transformers: it imports triton
 from pageskip_lib.checks import page_count
 from pageskip_lib.live_model import ATTENTION, LiveCache, LiveCacheLayer, cache_argument, prefill, step, use_pageskip
+from pageskip_lib.quality.needle import bytes_read
 from pageskip_lib.quality.policies import POLICIES, AdaptivePolicy, FullPolicy, PageskipPolicy, RandomPolicy, WindowPolicy
 
 from transformers import (
-    DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
-    Qwen2ForCausalLM, StaticCache,
+    DynamicCache, Gemma3ForCausalLM, Gemma3nForCausalLM, Gemma3nTextConfig, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig,
+    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache,
 )  # fmt: skip
 
 from helpers import int32, randn, same_bits
@@ -20,6 +23,7 @@ from helpers import int32, randn, same_bits
 SIZES = dict(
     vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    tie_word_embeddings=False,  # Gemma ties them: at random weights it then repeats its last token, whatever attention says
 )  # fmt: skip
 WINDOW = 24
 EVERYTHING = PageskipPolicy(Budget(64), dense_layers=0)  # 64 pages of 16 tokens: more than any prompt here
@@ -57,6 +61,14 @@ WINDOWED = {
         ), Gemma3ForCausalLM,
     ),
 }  # fmt: skip
+SHARING = dict(  # the last two layers have no keys: one reads those of the windowed layer 0, the other those of layer 1
+    SIZES, head_dim=64, sliding_window=WINDOW, num_kv_shared_layers=2, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+)  # fmt: skip
+SHARED = {
+    "gemma3n": lambda: (Gemma3nTextConfig(**SHARING), Gemma3nForCausalLM),
+    "gemma4": lambda: (Gemma4TextConfig(**SHARING, global_head_dim=64), Gemma4ForCausalLM),
+}
 WINDOWED_LAYERS = {"mistral": {0, 1, 2, 3}, "qwen2": {2, 3}, "gemma3": {0, 2}}
 
 
@@ -147,7 +159,7 @@ def test_full_budget_generates_the_same_tokens(model, tokens):
     with use_pageskip(model, EVERYTHING, record=calls) as session:
         assert generate(model, ids, new=20) == expected
     assert session.exact_layers == {}
-    decoded = [(layer, length) for layer, length, pages in calls if pages is not None]
+    decoded = [(layer, *lengths.tolist()) for layer, lengths, pages in calls if pages is not None]
     assert {layer for layer, _ in decoded} == {0, 1, 2, 3}, "some layer never went through the policy"
     assert max(length for _, length in decoded) == tokens + 19
 
@@ -162,7 +174,7 @@ def test_small_budget_reads_few_pages_and_changes_the_logits(llama):
             prefill(llama, ids[:, :-1], cache)
             calls.clear()
             found = step(llama, ids[:, -1:], cache)
-    assert [call[:2] for call in calls] == [(layer, 300) for layer in range(4)]
+    assert [(layer, lengths.tolist()) for layer, lengths, _ in calls] == [(layer, [300]) for layer in range(4)]
     assert all((pages.counts == 5).all() and (pages.pages[..., 0] == 0).all() for _, _, pages in calls)
     assert not torch.allclose(found, exact, **CLOSE)
 
@@ -231,6 +243,23 @@ def test_ragged_rows_choose_what_they_choose_alone(model):
             alone += generate(model, ids[row : row + 1, left:])
             assert all(torch.equal(many.pages[row], one.pages[0]) for many, (_, _, one) in zip(at_once, calls, strict=True))
     assert together == alone
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), FEW, WindowPolicy(Budget(5), dense_layers=0)], ids=["all", "pageskip", "window"])
+def test_recorded_bytes_of_a_ragged_batch_are_those_of_its_rows_alone(llama, policy):
+    """Padding that the cache leaves out is not read, in pages, summaries or whole rows; each record keeps the lengths of its own step."""
+    ids, mask = prompt(150, batch=3, device=llama.device), torch.ones(3, 150, dtype=torch.long, device=llama.device)
+    together, alone = [], []
+    for row, left in enumerate((0, 37, 130)):
+        ids[row, :left], mask[row, :left] = 0, 0
+        with use_pageskip(llama, policy, record=alone):
+            generate(llama, ids[row : row + 1, left:], new=8)
+    with use_pageskip(llama, policy, record=together):
+        generate(llama, ids, new=8, attention_mask=mask)
+    assert [lengths.tolist() for _, lengths, _ in together[::4]] == [[150 + n, 113 + n, 20 + n] for n in range(1, 8)]
+    read = lambda calls: [bytes_read(call, policy, 2, 64, 4) for call in calls]  # noqa: E731
+    apart = torch.tensor(read(alone)).view(3, -1).sum(0)
+    assert read(together) == (apart // 3).tolist()
 
 
 @pytest.mark.parametrize("kind", ["minmax", "minmax8", "mean_std"])
@@ -383,6 +412,24 @@ def test_other_ways_to_generate(model, options):
         assert generate(model, ids, **options) == expected
 
 
+def test_beams_with_few_pages_choose_as_from_summaries_made_anew(llama):
+    """Case K6: after every reordering the stored summaries choose what a cache that stores none chooses."""
+
+    class Plain(DynamicCache):
+        """Not ours, so every step summarises all of its keys."""
+
+    ids = prompt(200, device=llama.device)
+    policy = PageskipPolicy(Budget(5), dense_layers=0, kind="minmax")  # exact bounds: the channels of minmax8 depend on the first keys
+    found = []
+    for cache in (LiveCache(llama.config), Plain(config=llama.config)):
+        calls = []
+        with use_pageskip(llama, policy, record=calls):
+            tokens = generate(llama, ids, new=40, num_beams=3, **{cache_argument(llama): cache})
+        found.append((tokens, [(layer, lengths.tolist(), pages.pages.tolist()) for layer, lengths, pages in calls]))
+    assert found[0] == found[1]
+    assert len({str(pages) for _, _, pages in found[0][1]}) > 20, "lists that hardly change would hide old summaries"
+
+
 # --- sliding windows ---------------------------------------------------------------------------------------------------
 
 
@@ -394,9 +441,25 @@ def test_sliding_window_layers_stay_exact_and_are_listed(name, device):
     expected, calls = generate(model, ids, new=2 * WINDOW), []
     with use_pageskip(model, EVERYTHING, record=calls) as session:
         assert generate(model, ids, new=2 * WINDOW) == expected
+    assert len(set(expected[0])) > 3, "a model that repeats itself would hide a wrong key"
     assert set(session.exact_layers) == WINDOWED_LAYERS[name]
     assert set(session.exact_layers.values()) == {"sliding-window layer"}
     assert {layer for layer, _, _ in calls} == set(range(4)) - WINDOWED_LAYERS[name]
+
+
+@pytest.mark.parametrize("rows", ["one", "ragged"])
+@pytest.mark.parametrize("name", SHARED)
+def test_layers_with_the_keys_of_another_stay_exact_and_are_listed(name, rows, device):
+    """Case K4: they have no place in the cache and get the other layer's keys, padding back in place; that layer itself goes through the policy."""
+    model = make(*SHARED[name](), device)
+    assert [module.is_kv_shared_layer for module in model.modules() if hasattr(module, "is_kv_shared_layer")] == [False, False, True, True]
+    ids, mask = ragged(model) if rows == "ragged" else (prompt(50, device=device), torch.ones(1, 50, dtype=torch.long, device=device))
+    expected, calls = generate(model, ids, new=2 * WINDOW, attention_mask=mask), []
+    with use_pageskip(model, EVERYTHING, record=calls) as session:
+        assert generate(model, ids, new=2 * WINDOW, attention_mask=mask) == expected
+    assert len(set(expected[0])) > 3, "a model that repeats itself would hide a wrong key"
+    assert session.exact_layers == {0: "sliding-window layer", 2: "sliding-window layer", 3: "keys of another layer"}
+    assert [layer for layer, _, _ in calls] == [1] * (2 * WINDOW - 1) and all(pages is not None for _, _, pages in calls)
 
 
 def test_unsupported_head_dim_stays_exact(device):
@@ -682,6 +745,42 @@ def test_summaries_inside_a_model_equal_a_rebuild(llama):
             step(llama, ids[:, token : token + 1], cache)
             for layer in cache.layers:
                 assert_summary_is_current(layer)
+
+
+@torch.inference_mode()
+def test_the_bound_holds_on_the_keys_that_attention_reads(model, monkeypatch):
+    """Case G8: what the rotation returns, caught on its way, never exceeds the bound on its page; summaries of the unturned keys would break it."""
+    rotary = sys.modules[type(model).__module__]
+    before, turned, bounds = [], [], []
+    real = rotary.apply_rotary_pos_emb
+
+    def caught(q, k, *rest, **options):
+        before.append((q, k))
+        turned.append(real(q, k, *rest, **options))
+        return turned[-1]
+
+    class Watched(PageskipPolicy):
+        def score(self, q, keys, summary):
+            bounds.append(page_scores(q, summary(kind="minmax"), group="none"))
+            return super().score(q, keys, summary)
+
+    monkeypatch.setattr(rotary, "apply_rotary_pos_emb", caught)
+    ids, cache = prompt(150, device=model.device), LiveCache(model.config)
+    with use_pageskip(model, Watched(Budget(64), dense_layers=0)):
+        prefill(model, ids[:, :140], cache)
+        for token in range(140, 150):
+            step(model, ids[:, token : token + 1], cache)
+    assert len(turned) == 4 * 11 and len(bounds) == 4 * 10
+    broken = 0
+    for layer in range(4):
+        keys, unturned = (torch.cat([k for _, k in calls[layer::4]], 2) for calls in (turned, before))
+        for n, (q, _) in enumerate(turned[layer::4][1:]):
+            read, summary = 141 + n, summarize_pages(unturned[:, :, : 141 + n], 16)
+            best = reference.best_key(q[:, :, 0], keys[:, :, :read], 16)
+            slack = reference.score_error(q[:, :, 0], summarize_pages(keys[:, :, :read], 16))
+            assert (bounds[4 * n + layer].cpu() >= best - slack).all()
+            broken += int((page_scores(q[:, :, 0], summary, group="none").cpu() < best - slack).sum())
+    assert broken, "the rotation changed too little to tell"
 
 
 @torch.inference_mode()

@@ -10,6 +10,8 @@ from pageskip_lib.quality import needle
 from pageskip_lib.quality.__main__ import main
 from pageskip_lib.quality.policies import FullPolicy, PageskipPolicy, WindowPolicy
 
+from helpers import int32
+
 SHORT = dict(context=600, depth=0.3, budget=0.25, progress=False)
 
 
@@ -93,12 +95,12 @@ def test_bytes_are_those_of_the_tokens_that_were_read(short_run):
 
 def test_a_partly_filled_page_counts_its_tokens_only():
     pages = PageList.from_rows([[[0, 2], [1, 2]]])
-    call = (5, 40, pages)  # 40 tokens: page 2 of size 16 holds 8
+    call = (5, int32([40]), pages)  # 40 tokens: page 2 of size 16 holds 8
     policy = WindowPolicy(needle.Budget(4, 1, 1), page_size=16)
     assert needle.bytes_read(call, policy, kv_heads=2, dim=64, element_size=2) == 2 * (2 * (16 + 8)) * 64 * 2
     bound = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="minmax")
     assert needle.bytes_read(call, bound, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 3) * 64 * 2
-    assert needle.bytes_read((0, 40, None), bound, 2, 64, 2) == 2 * 2 * 40 * 64 * 2
+    assert needle.bytes_read((0, int32([40]), None), bound, 2, 64, 2) == 2 * 2 * 40 * 64 * 2
     finer = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16, kind="minmax", bound_size=8)  # 5 entries, of two vectors each
     assert needle.bytes_read(call, finer, 2, 64, 2) == 2 * (2 * (16 + 8) + 2 * 5) * 64 * 2
     plain = PageskipPolicy(needle.Budget(4, 1, 1), page_size=16)  # the default, 8 bits: two bytes a dimension, and a scale
@@ -107,9 +109,21 @@ def test_a_partly_filled_page_counts_its_tokens_only():
     assert needle.bytes_read(call, radius, 2, 64, 2) == 2 * 2 * (16 + 8) * 64 * 2 + 2 * 3 * (64 * 2 + 4)
 
 
+def test_rows_of_different_lengths_count_their_own_tokens():
+    """By hand: rows of 40 and 21 tokens, and one that holds nothing yet; the mean of what each would read alone."""
+    lengths, pages = int32([40, 21, 0]), PageList.from_rows([[[0, 2], [1, 2]], [[0, 1], [1]], [[], []]])
+    read = [16 + 8 + 16 + 8, 16 + 5 + 5, 0]  # tokens of both KV heads' lists
+    token = 2 * 64 * 2
+    window, bound = WindowPolicy(needle.Budget(4, 1, 1)), PageskipPolicy(needle.Budget(4, 1, 1), kind="minmax")
+    assert needle.bytes_read((5, lengths, pages), window, 2, 64, 2) == token * sum(read) // 3
+    assert needle.bytes_read((5, lengths, pages), bound, 2, 64, 2) == token * (sum(read) + 2 * (3 + 2)) // 3  # an entry is as long as a token
+    assert needle.bytes_read((0, lengths, None), bound, 2, 64, 2) == token * 2 * (40 + 21) // 3
+
+
 def test_a_straddling_code_needs_all_of_its_pages():
     prompt = needle.Prompt(body=[], question=[], code_tokens=range(30, 34))  # pages 1 and 2
-    calls = [(2, 64, PageList.from_rows([[[0, 1, 2], [0, 1]]])), (0, 64, None), (2, 65, PageList.from_rows([[[1, 2], [1, 2]]]))]
+    lists = PageList.from_rows([[[0, 1, 2], [0, 1]]]), PageList.from_rows([[[1, 2], [1, 2]]])
+    calls = [(2, int32([64]), lists[0]), (0, int32([64]), None), (2, int32([65]), lists[1])]
     assert needle.held_by_step(calls, prompt, WindowPolicy(needle.Budget(4, 1, 1))) == {(2, 0): 1, (2, 1): 2}
 
 

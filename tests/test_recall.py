@@ -135,7 +135,7 @@ def test_a_budget_below_the_forced_pages_has_no_result():
 
 
 def test_the_union_of_lists_is_counted_right():
-    """By brute force: heads rank for themselves, take turns while the group's pages fit the budget, and the union is what is read."""
+    """Case G11, by brute force: heads rank for themselves, take turns while the group's pages fit the budget, and the union is what is read."""
     captured, share, page_size = made(steps=2), 0.3, 16
     layer = Layer(captured, 1)
     (own,), (union,) = (measure(layer, replace(BOUND, group=group), [share]) for group in ("none", "union"))
@@ -261,6 +261,7 @@ def test_a_setting_that_is_none_is_refused(arguments, words):
 
 
 def test_the_grid_holds_what_is_compared():
+    """Cases G12 and G13: every aggregator and every kind is in the ablation."""
     settings = grid()
     assert len(settings) == len(set(settings)) == len({setting.label for setting in settings})
     assert {setting.group for setting in settings if setting.kind == "minmax"} == {"max", "sum", "softmax_sum", "none", "union"}

@@ -95,14 +95,18 @@ def make_policies(budget, page_size, seed):
 
 
 def bytes_read(call, policy, kv_heads, dim, element_size):
-    """KV bytes of one recorded decode call (one layer, one token) for each sequence, page summaries included."""
-    _, tokens, pages = call
+    """KV bytes of one recorded decode call (one layer, one token), page summaries included: the mean over its sequences, rounded down.
+
+    call: (layer, lengths [B], PageList or None) as ``use_pageskip`` records it. Padding that a row's cache leaves out costs nothing.
+    """
+    _, lengths, pages = call
+    rows = lengths.tolist()
     if pages is None:
-        return 2 * kv_heads * tokens * dim * element_size
-    listed = pages.pages[pages.pages >= 0]
-    held = (tokens - listed * policy.page_size).clamp(max=policy.page_size)
-    read = 2 * int(held.sum()) * dim * element_size // pages.pages.shape[0]
-    return read + kv_heads * policy.summary_bytes(tokens, dim, element_size)
+        return 2 * kv_heads * sum(rows) * dim * element_size // len(rows)
+    held = (lengths[:, None, None] - pages.pages * policy.page_size).clamp(max=policy.page_size)
+    tokens = int(held[pages.pages >= 0].sum())
+    choosing = kv_heads * sum(policy.summary_bytes(length, dim, element_size) for length in rows)
+    return (2 * tokens * dim * element_size + choosing) // len(rows)
 
 
 def held_by_step(calls, prompt, policy):
