@@ -161,3 +161,19 @@ def test_the_command_takes_a_model_by_name_prints_and_records(qwen_directory, tm
     assert "bound in 8 bits, page 16, max" in printed and "prefilled exactly" in printed
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == records.load("agree", "here")["rows"]
     assert {row["tokens"] for row in records.load("agree", "here")["rows"]} == {32}
+
+
+def test_what_the_readme_and_notebook_09_say_of_the_record_is_so():
+    readme = " ".join((records.RECORDED.parent.parent / "README.md").read_text(encoding="utf-8").split())
+    record = records.load("agree", "cpu")
+    rows = {(row["label"], row["budget"]): row for row in record["rows"]}
+    best, window = "bound in 8 bits, page 16, max", "window, page 16"
+    eighth, quarter = ([f"{rows[label, share]['agreement']:.1%}" for label in (best, window)] for share in (1 / 8, 1 / 4))
+    assert f"in {eighth[0]} of the places at an eighth of the bytes, where the window's is in {eighth[1]}" in readme
+    assert f"in {quarter[0]} against {quarter[1]} at a quarter" in readme
+    lost = [f"{rows[label, share]['perplexity']:.2f} and {rows[label, 1 / 4]['perplexity']:.2f}" for label, share in ((best, 1 / 8), (window, 1 / 8))]
+    assert f"perplexity {lost[0]} against {lost[1]}; {rows[best, 1 / 4]['full_perplexity']:.2f} with everything" in readme
+    assert {row["tokens"] for row in record["rows"]} == {2048} and "Over 2,048 tokens" in readme and record["settings"]["context"] == 2048
+    # 09: one token in six at an eighth, level with the window there; little for half
+    assert abs(1 - rows[best, 1 / 8]["agreement"] - 1 / 6) < 0.01 and rows[window, 1 / 8]["low"] < rows[best, 1 / 8]["agreement"] < rows[window, 1 / 8]["high"]
+    assert rows[best, 1 / 2]["agreement"] > 0.96 and rows[best, 1 / 8]["perplexity"] < rows[window, 1 / 8]["perplexity"] - 0.5
