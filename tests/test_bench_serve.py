@@ -69,3 +69,13 @@ def test_the_command_counts_records_and_says_when_there_is_no_model(smollm, meas
 
 
 CANNED = dict(answers=[[1, 2]] * 3, attention="sdpa", seconds=2.0, step=0.5, steps=8)
+
+
+def test_what_the_readme_and_notebook_09_say_of_the_record_is_so():
+    readme = " ".join((records.RECORDED.parent.parent / "README.md").read_text(encoding="utf-8").split())
+    record = records.load("serve", "cpu")
+    plain, everything, skipping = (next(row for row in record["rows"] if row["arm"] == arm) for arm in serve.ARMS)
+    assert (record["settings"]["requests"], record["settings"]["context"]) == (3, 1500)
+    assert f"a step took {skipping['step'] * 1000:.0f} ms where the engine with SDPA took {plain['step'] * 1000:.0f}, and {everything['step'] * 1000:.0f} when" in readme
+    notebook = (records.RECORDED.parent.parent / "notebooks" / "09_living_cache.ipynb").read_text(encoding="utf-8")
+    assert f"was {everything['against_plain']:.2f} times the engine" in notebook and skipping["against_plain"] < 1
