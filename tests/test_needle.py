@@ -174,7 +174,7 @@ def recorded(name):
 
 
 def test_the_readme_shows_the_recorded_run():
-    readme = (needle.DATA.parent / "README.md").read_text(encoding="utf-8")
+    readme = " ".join((needle.DATA.parent / "README.md").read_text(encoding="utf-8").split())
     run = recorded("cpu_transcripts_0")
     for row in run["rows"]:
         start = f"| {row['policy']} | {row['answer'].strip()} | {'yes' if row['right'] else 'no'} | {row['bytes_per_token'] / 1e6:.1f} MB |"
