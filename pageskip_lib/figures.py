@@ -17,6 +17,7 @@ COLOURS = {
     "pageskip": "#0072B2",
     "window": "#E69F00",
     "random": "#CC79A7",
+    "coarse": "#882255",
 }
 FLATTERED, HONEST = "#D55E00", "#0072B2"  # the number that flatters and the one beside it
 LABELS = {
@@ -25,6 +26,7 @@ LABELS = {
     "pageskip": "pageskip (page bound)",
     "window": "sliding window",
     "random": "random pages",
+    "coarse": "keys in 2 bits",
 }
 
 
@@ -400,7 +402,7 @@ FAMILY = {
     "mean_radius": ("mean + radius", "#000000"),
     "mean_std": ("mean, mean + 3 std", "#555555"),  # one grey, and the caption's: a picture is stored in 16 colours
     "mean": ("mean, mean + 3 std", "#555555"),
-    "coarse": ("keys in 2 bits", "#882255"),
+    "coarse": ("keys in 2 bits", COLOURS["coarse"]),
     "window": ("window", COLOURS["window"]),
     "random": ("random", COLOURS["random"]),
 }
