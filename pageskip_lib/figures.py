@@ -26,7 +26,6 @@ LABELS = {
     "pageskip": "pageskip (page bound)",
     "window": "sliding window",
     "random": "random pages",
-    "coarse": "keys in 2 bits",
 }
 
 
