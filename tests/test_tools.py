@@ -153,6 +153,7 @@ def folder(tmp_path, monkeypatch):
     """A folder of notebooks for tools/notebooks.py: 00_small.ipynb, executed by refresh."""
     monkeypatch.setattr(tool, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(tool, "SITE", tmp_path / "site")
+    monkeypatch.setattr(tool, "RUNS", tmp_path / "runs")
     notebook = good()
     notebook.cells[2].source = f"[on](01_next.ipynb#part)\n\n{FOLDED % 'def pages(): return 3'}"
     notebook.cells[5].source = "print('took ~1.5 s')"
@@ -268,6 +269,25 @@ def test_site_links_pages_and_replaces_widgets(folder, capsys):
     index = (folder / "site/index.html").read_text()
     for text in ('href="00_small.html">Pages</a>', "The question. How many?", "<td>161.0 MB</td>", "<td>16%</td>"):
         assert text in index
+
+
+def test_a_run_is_kept_dated_and_becomes_pages(folder):
+    assert tool.main(["keep", "card"]) == 0
+    kept = nbformat.read(folder / "runs/card/00_small.ipynb", as_version=4)
+    assert re.search(r"A kept run.*CPU.*20\d\d-\d\d-\d\d, \d+ s .* no error.*\(\.\./\.\./\.\./notebooks/00_small.ipynb\)", kept.cells[0].source)
+    assert tool.code_of(kept) == tool.code_of(contract.read(folder / "00_small.ipynb")) and "pages: 3" in kept.cells[4].outputs[0].text
+    assert tool.main(["site"]) == 0
+    page, index = (folder / "site/card/00_small.html").read_text(), (folder / "site/index.html").read_text()
+    assert 'href="../00_small.html"' in page and "A kept run." in page and "Interactive in JupyterLab" in page
+    assert 'href="card/00_small.html">Pages</a>' in index and "no error." in index and "has changed since" not in index
+
+    notebook = contract.read(folder / "00_small.ipynb")
+    source("print('other')")(notebook)
+    nbformat.write(notebook, folder / "00_small.ipynb")
+    assert tool.main(["site"]) == 0 and "has changed since" in (folder / "site/index.html").read_text()
+    source("1 / 0")(notebook)
+    nbformat.write(notebook, folder / "00_small.ipynb")
+    assert tool.main(["keep", "card"]) == 1 and nbformat.read(folder / "runs/card/00_small.ipynb", as_version=4) == kept
 
 
 # ---- exercises -----------------------------------------------------------------------------------

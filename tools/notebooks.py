@@ -1,14 +1,16 @@
-"""Runs the notebooks: `refresh` rewrites their stored outputs, `site` writes them as linked pages.
+"""Runs the notebooks: `refresh` rewrites their stored outputs, `site` writes them as linked pages, `keep` files a run of another machine.
 
     python tools/notebooks.py refresh          all of them, in order
     python tools/notebooks.py refresh 03 08    those whose names begin so
     python tools/notebooks.py site --needle site/needle.json
+    python tools/notebooks.py keep h200        executed copies under docs/runs/h200/, which `site` turns into pages too
 """
 import argparse
 import json
 import re
 import sys
 import time
+from datetime import date
 from html import escape
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 SITE = ROOT / "site"
+RUNS = ROOT / "docs" / "runs"
 CELL_SECONDS = 240
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -84,6 +87,24 @@ def refresh(path):
     return seconds
 
 
+def keep(path, name):
+    """Execute a notebook and file the executed copy, which says in its first cell where and when; an error leaves what was there."""
+    from pageskip_lib import runtime  # here, because refresh and site do without torch
+
+    notebook, seconds = execute(path)
+    normalise(notebook)
+    where = f"**A kept run.** {runtime.machine()}; {date.today().isoformat()}, {seconds:.0f} s from the first cell to the last, no error."
+    where += f" The notebook itself is [{path.name}](../../../notebooks/{path.name})."
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(where, id="kept-run"))
+    (RUNS / name).mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, RUNS / name / path.name)
+    return seconds
+
+
+def code_of(notebook):
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def has_cuda():
     import torch  # here, because only gpu-tagged cells need it
 
@@ -135,23 +156,40 @@ def site(needle_file, started):
         print(f"{path.stem:28}", end="", flush=True)
         notebook, seconds = execute(path)
         print(f"{seconds:6.1f} s", flush=True)
-        title, question = title_and_question(notebook)
+        title, question = title_and_question(notebook.cells[0])
         target = SITE / f"{path.stem}.html"
         target.write_text(page(exporter, notebook, title), encoding="utf-8")
         pages.append((target.name, title, question, seconds))
 
     needle = json.loads(Path(needle_file).read_text()) if needle_file else None
-    (SITE / "index.html").write_text(index(pages, needle), encoding="utf-8")
+    kept = {folder.name: kept_pages(exporter, folder) for folder in sorted(RUNS.glob("*/"))}
+    (SITE / "index.html").write_text(index(pages, needle, kept), encoding="utf-8")
     print(summary(pages, needle, started))
+
+
+def kept_pages(exporter, folder):
+    """Write a kept run as pages; (file, title, where and when it ran, whether the notebook's code is another one by now) of each."""
+    (SITE / folder.name).mkdir(exist_ok=True)
+    pages = []
+    for path in sorted(folder.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        now = NOTEBOOKS / path.name
+        changed = not now.exists() or code_of(nbformat.read(now, as_version=4)) != code_of(notebook)
+        where = notebook.cells[0].source.partition(" The notebook itself")[0].replace("**", "")
+        title, _ = title_and_question(notebook.cells[1])
+        target = SITE / folder.name / f"{path.stem}.html"
+        target.write_text(page(exporter, notebook, f"{title} ({folder.name})"), encoding="utf-8")
+        pages.append((f"{folder.name}/{target.name}", title, where, changed))
+    return pages
 
 
 def page(exporter, notebook, title):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"(\]\([^)\s:]+)\.ipynb", r"\1.html", cell.source)
+            cell.source = re.sub(r"(\]\([^)\s:]+)\.ipynb", r"\1.html", cell.source).replace("../../../notebooks/", "../")
         elif cell.cell_type == "code":
             kept = stored_form(cell.outputs)
-            if len(kept) < len(cell.outputs):
+            if "widget" in tags(cell):
                 note = "<em>Interactive in JupyterLab; the figure before it shows the default view.</em>"
                 kept.append(nbformat.v4.new_output("display_data", {"text/html": note}))
             cell.outputs = kept
@@ -162,9 +200,9 @@ def page(exporter, notebook, title):
     return html.replace("No description has been provided for this image", "Figure; its numbers are printed beside it")
 
 
-def title_and_question(notebook):
-    """The first heading and the first paragraph that says "question", as plain text."""
-    paragraphs = re.split(r"\n\s*\n", notebook.cells[0].source)
+def title_and_question(cell):
+    """The heading and the first paragraph that says "question" of a notebook's first cell, as plain text."""
+    paragraphs = re.split(r"\n\s*\n", cell.source)
     title = paragraphs[0].splitlines()[0].lstrip("# ")
     question = next((p for p in paragraphs[1:] if "question" in p.lower()), "")
     question = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", question)  # links to their text
@@ -208,11 +246,12 @@ small {{ color: #555; }}
 {notebooks}
 </ul>
 {needle}
+{kept}
 </body></html>
 """
 
 
-def index(pages, needle):
+def index(pages, needle, kept):
     items = [
         f'<li>{name[:2]} <a href="{name}">{escape(title)}</a> <small>{seconds:.0f} s</small><br>{escape(question)}</li>'
         for name, title, question, seconds in pages
@@ -224,7 +263,14 @@ def index(pages, needle):
         lines += ["<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows]
         block = f"<h2>The needle test</h2>\n<p><small>{escape(needle_settings(needle))}</small></p>\n"
         block += "<table>\n" + "\n".join(lines) + "\n</table>"
-    return INDEX.format(notebooks="\n".join(items), needle=block)
+    runs = []
+    for name, pages in kept.items():
+        runs.append(f"<h2>The same notebooks on another machine: {escape(name)}</h2>\n<ul>")
+        for target, title, where, changed in pages:
+            note = " The notebook's code has changed since." if changed else ""
+            runs.append(f'<li>{Path(target).name[:2]} <a href="{target}">{escape(title)}</a><br><small>{escape(where + note)}</small></li>')
+        runs.append("</ul>")
+    return INDEX.format(notebooks="\n".join(items), needle=block, kept="\n".join(runs))
 
 
 def summary(pages, needle, started):
@@ -246,6 +292,9 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("refresh", help="execute notebooks and store their outputs")
     command.add_argument("names", nargs="*", help="how the names begin, such as 03; all without one")
+    command = commands.add_parser("keep", help="execute notebooks and file the executed copies as this machine's run")
+    command.add_argument("run", metavar="NAME", help="of the run: its folder under docs/runs")
+    command.add_argument("names", nargs="*", help="as for refresh")
     command = commands.add_parser("site", help="execute every notebook and write HTML pages")
     command.add_argument("--needle", metavar="JSON", help="the needle test's result, for the index page")
     command.add_argument("--started", type=float, metavar="EPOCH", help="when the whole run began")
@@ -255,7 +304,8 @@ def main(arguments=None):
             site(options.needle, options.started)
         else:
             for path in find(options.names):
-                print(f"{path.stem:28}{refresh(path):6.1f} s", flush=True)
+                seconds = keep(path, options.run) if options.command == "keep" else refresh(path)
+                print(f"{path.stem:28}{seconds:6.1f} s", flush=True)
     except Refused as refusal:
         print(f"{refusal}.", file=sys.stderr)
         return 1
