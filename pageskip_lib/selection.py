@@ -12,6 +12,7 @@ Ties leave nothing to find there, so the passes after that cut the interval of k
 page order: the list is ascending by itself, and among equals the lowest pages are the first to find a place.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -258,6 +259,21 @@ def _check_out(out, scores, capacity):
             raise ValueError(f"out.{name} must be contiguous, got strides {tensor.stride()}.")
 
 
+def check_scores_differ(scores, budget, lengths, page_size):
+    """Raise ValueError when a row that has pages to choose from gives all of them one score, as a failed reduction does: it would keep the lowest pages.
+
+    For debugging, with PAGESKIP_DEBUG=1 in the environment: it waits for the device.
+    """
+    page = torch.arange(scores.shape[2], device=scores.device)
+    held = scores.shape[2] if lengths is None else page_count(lengths.clamp(0, scores.shape[2] * page_size), page_size)[:, None, None]
+    free = (page >= budget.sink) & (page < held - budget.local)
+    constant = scores.masked_fill(~free, float("inf")).amin(2) == scores.masked_fill(~free, float("-inf")).amax(2)
+    constant &= (free.sum(-1) > max(1, budget.pages - budget.sink - budget.local)).expand_as(constant)
+    if constant.any():
+        row, head = constant.nonzero()[0].tolist()
+        raise ValueError(f"scores of sequence {row}, KV head {head} are {scores[row, head, budget.sink].item():g} for every page that may be chosen.")
+
+
 def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=None, backend="auto"):
     """Pick the pages to read: forced pages first, then the best scores, lowest page first among equals.
 
@@ -270,7 +286,7 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
     Returns a ``PageList`` with budget.pages columns (``out`` if given): min(K, pages held) pages each, and all of them when they fit.
     Everything stays on the device and no shape depends on a value, so the call can be captured in a CUDA graph. Triton makes it
     one launch and allocates nothing but the result; it takes up to 32,768 pages.
-    Raises ValueError or TypeError for what does not fit.
+    Raises ValueError or TypeError for what does not fit; with PAGESKIP_DEBUG=1 in the environment also for scores that are all the same.
     """
     check_tensor("scores", scores, "B, Hkv, N")
     check_page_size(page_size)
@@ -286,6 +302,8 @@ def select_pages(scores, budget, lengths, page_size, *, row_budgets=None, out=No
         check_per_sequence("row_budgets", row_budgets, batch, scores.device)
     if out is not None:
         _check_out(out, scores, budget.pages)
+    if os.environ.get("PAGESKIP_DEBUG", "") not in ("", "0") and scores.numel():
+        check_scores_differ(scores, budget, lengths, page_size)
     backend = resolve_backend(backend, scores)
     if backend == "triton" and pages > MAX_PAGES:
         raise ValueError(f"scores may have {MAX_PAGES} pages at most, got {pages}; use larger pages, or backend='torch'.")

@@ -5,6 +5,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from unittest import mock
 
@@ -356,3 +357,19 @@ def test_real_keys_have_outlier_channels_and_every_kind_is_measured_on_them():
 def test_recorded_recall_reports_every_kind(name):
     """Case G13: the bound, the radius and the standard deviation side by side."""
     assert {row["kind"] for row in records.load("recall", name)["rows"]} >= {"minmax", "minmax8", "mean_radius", "mean_std"}
+
+
+@each_backend
+def test_constant_scores_are_reported_in_debug_mode(backend, device, monkeypatch):
+    """Case G14: a reduction that returns zeros chooses the lowest pages without a word, unless somebody asks."""
+    scores = randn(2, 3, 40, device=device)
+    scores[1, 2, 1:17] = 0.0
+    lengths = int32([640, 300], device)  # 19 pages are held by the second: the sink, 16 to choose from, two local ones
+    for debug, raises in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("PAGESKIP_DEBUG", debug)
+        with pytest.raises(ValueError, match="sequence 1, KV head 2 are 0 for every page") if raises else nullcontext():
+            select_pages(scores, Budget(8), lengths, 16, backend=backend)
+        select_pages(scores, Budget(19), lengths, 16, backend=backend)  # room for all: nothing is chosen
+    scores[1, 2, 16] = 1e-30
+    select_pages(scores, Budget(8), lengths, 16, backend=backend)
+    select_pages(scores, Budget(8), int32([640, 0], device), 16, backend=backend)
