@@ -10,6 +10,9 @@ def attempt(fn, *arguments):
 
 
 def shown(value):
-    """A value as a checker's message shows it: tensors by their shape when they hold more than one number."""
+    """A value as a checker's message shows it: tensors by their shape when they hold more than one number, also inside a tuple or a list."""
+    if isinstance(value, (tuple, list)) and any(hasattr(item, "shape") for item in value):
+        return f"a {type(value).__name__} of {', '.join(map(shown, value))}"
     shape = tuple(getattr(value, "shape", ()))
-    return f"a tensor of shape {shape}" if shape else repr(value)
+    text = f"a tensor of shape {shape}" if shape else repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

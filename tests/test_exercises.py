@@ -18,7 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+import torch
 from test_notebook_contract import FENCE, NOTEBOOKS, PATHS, read, tags
+
+from pageskip_lib.exercises import shown
 
 WRONG_ANSWERS = Path(__file__).parent / "wrong_answers"
 HEADING = re.compile(r"^### Exercise (\d+)", re.MULTILINE)
@@ -104,6 +107,12 @@ def faults(path, number, wrong_answers=WRONG_ANSWERS):
 
 
 EXERCISES = [(path, number) for path in PATHS for number in sections(read(path))]
+
+
+def test_messages_show_tensors_by_their_shape():
+    ten = torch.zeros(10)
+    assert shown(ten) == "a tensor of shape (10,)" and shown((ten, None)) == "a tuple of a tensor of shape (10,), None" and shown([1, 2]) == "[1, 2]"
+    assert shown(torch.tensor(2)) == "tensor(2)" and len(shown(list(range(1000)))) < 210
 
 
 def test_there_are_exercises():

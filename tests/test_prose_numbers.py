@@ -18,6 +18,7 @@ from pageskip_lib.cards import CARDS
 from pageskip_lib.costs import MODELS
 from pageskip_lib.decode import break_even
 from pageskip_lib.quality.coarse import coarse_bytes
+from pageskip_lib.summaries import entry_bytes
 
 WRITTEN = re.compile(r"\d[\d,]*(?:\.\d+)?%?")
 NUMBER = re.compile(r"(?<![\w.$^\\{#])" + WRITTEN.pattern + r"(?![\w}])")
@@ -37,7 +38,7 @@ FOLLOWS = {
     "02": {"60%": 1 / 1.6534, "67": 2 * 2 * 65536 * 128 * 2 / 1e6, "130": CARDS["H200"].sms - 2},
     "03": {"24%": 3278 / 2641 - 1, "2%": 0.02},
     "04": {"270": 34830 - 34560, "22,000": [1000, exp(10)], "127": 2**7 - 1, "29": SMALL.layers - 1, "129": -(-2049 // 16)},
-    "05": {"127": 2 * 64 - 1},
+    "05": {"127": 2 * 64 - 1, "126": 64 * 2 * 128 * 2 / entry_bytes("minmax8", 128, 2)},
     "07": {"71": len({row["label"] for row in records.load("recall", "cpu_transcripts")["rows"]})},
     "08": {"8%": coarse_bytes(4096, 64) / (2 * 4096 * 64 * 2), "18": 2 + 16},
     "09": {

@@ -1,4 +1,4 @@
-# expect: outside your box
+# expect: lies outside mid
 def sound_box(kmin, kmax):
     """Rounds the middle and the half on their own, as if nothing were lost."""
     low, high = kmin.float(), kmax.float()

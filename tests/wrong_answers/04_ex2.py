@@ -1,5 +1,5 @@
-# expect: does your ball hold every key
-def ball_bound(q, page):
-    """Takes the mean distance for the radius, which leaves the far keys outside."""
-    mean = page.mean(0)
-    return q @ mean + q.norm() * (page - mean).norm(dim=1).mean()
+# expect: KV head 0, page 0 is
+def group_bound(q, kmin, kmax):
+    """Adds up the group before the signs are looked at, so that heads cancel."""
+    q = q.sum(1, keepdim=True)
+    return (q.clamp(min=0) @ kmax.mT + q.clamp(max=0) @ kmin.mT)[:, 0]
