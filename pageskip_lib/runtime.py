@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import torch
 
+# Oldest and newest release of each that the test suite has passed on.
+TESTED = {"python": ("3.11", "3.13"), "torch": ("2.11", "2.14"), "triton": ("3.6", "3.8"), "transformers": ("5.17", "5.24")}
 NO_TRITON = (
     "Triton has no build for this platform, so kernels cannot run here; "
     "the PyTorch backend (backend='torch') gives the same results."
@@ -159,8 +161,15 @@ class Machine:
         gpu = f"{self.sms} SMs, {self.l2_bytes / 1e6:.1f} MB L2" if self.device == "cuda" else f"{self.cores} CPU cores"
         return (
             f"{self.name} ({gpu}), Python {self.python}, torch {self.torch}, Triton {self.triton}, "
-            f"transformers {self.transformers}; kernels: {self.kernels}"
+            f"transformers {self.transformers} ({self.verdict()}); kernels: {self.kernels}"
         )
+
+    def verdict(self):
+        """"tested versions", or which of them lie outside of what was tested."""
+        release = lambda version: tuple(int(part) for part in version.split(".")[:2])  # noqa: E731
+        installed = {name: getattr(self, name) for name in TESTED if getattr(self, name) != "none"}
+        beyond = [name for name, version in installed.items() if not release(TESTED[name][0]) <= release(version) <= release(TESTED[name][1])]
+        return ", ".join(f"{name} is tested from {TESTED[name][0]} to {TESTED[name][1]}" for name in beyond) or "tested versions"
 
     def as_dict(self):
         return asdict(self)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -29,6 +30,7 @@ print(json.dumps(found | {"interpreted": runtime.INTERPRETED, "kernels": runtime
 
 NO_TRITON_HERE = """
 import sys
+from dataclasses import replace
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -152,3 +154,11 @@ def test_machine_describes_itself(device):
         assert word in str(machine)
     assert "\n" not in str(machine)
     json.dumps(machine.as_dict())
+
+
+def test_the_machines_line_says_whether_its_versions_were_tested():
+    found = runtime.machine()
+    inside = replace(found, python="3.12.1", torch="2.11.0+cu130", triton="none", transformers="5.24.1")
+    assert "(tested versions); kernels" in str(inside)
+    outside = replace(inside, torch="2.9.1", triton="4.0")
+    assert outside.verdict() == "torch is tested from 2.11 to 2.14, triton is tested from 3.6 to 3.8"
