@@ -34,14 +34,6 @@ COMMANDS = {
 
 
 
-def record_name(text):
-    """The argument of --record."""
-    try:
-        return records.checked(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def run_one(command, name):
     """Measure, print the table, and write the record if it has a name. Ends with a sentence where this machine cannot measure that."""
     _, run, table, total = COMMANDS[command]
@@ -98,7 +90,7 @@ def main(arguments=None):
     for name, text in {**{name: text for name, (text, *_) in COMMANDS.items()}, "all": everything}.items():
         command = commands.add_parser(name, help=text)
         kind = "KIND" if name == "all" else name
-        command.add_argument("--record", metavar="NAME", type=record_name, help=f"write data/recorded/{kind}_NAME.json, in place of one of that name")
+        command.add_argument("--record", metavar="NAME", type=records.argument, help=f"write data/recorded/{kind}_NAME.json, in place of one of that name")
     options = top.parse_args(arguments)
     if options.command == "all":
         return run_all(options.record)

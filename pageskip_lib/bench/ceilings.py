@@ -4,7 +4,7 @@ import torch
 
 from ..runtime import card, default_device, tl, triton
 from . import room
-from .timing import copies_to_outgrow, time_arms
+from .timing import copies_to_outgrow, rotation_said, time_arms
 
 SIZES = {"cuda": [2, 4, 8, 17, 34, 67, 134, 268, 537, 1074, 2147], "cpu": [17, 67, 268]}  # MB
 READ, COPY = "streaming read", "copy"
@@ -58,7 +58,7 @@ def run_ceilings(*, sizes=None, progress=lambda: None):
                 dict(arm=arm, bytes=total, microseconds=time.median, low=time.low, high=time.high, gb_per_s=total / time.median / 1e3)
             )
         del tensors, target, calls
-    method = "median of 12, arms interleaved, rotated past 3x L2"
+    method = f"median of 12, arms interleaved, {rotation_said(device)}"
     return rows, dict(dtype=str(dtype).removeprefix("torch."), left_out=left_out, method=method)
 
 

@@ -9,7 +9,7 @@ from ..runtime import card, default_device, kernel_problem
 from . import room
 from .ceilings import READ, fitting, read_once, run_ceilings
 from .peers import OURS, arms, versions
-from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
+from .timing import copies_to_outgrow, kernel_names, rotation_said, sm_clock, time_arms
 
 HEADS = [(12, 2, 128), (32, 8, 128), (9, 3, 64)]  # Hq, Hkv, D: DeepSeek-R1-Distill-Qwen-1.5B, Llama-3-8B, SmolLM2-135M
 DTYPES = {"cuda": [torch.float16, torch.bfloat16], "cpu": [torch.float32]}
@@ -149,7 +149,7 @@ def run_dense(*, heads=None, dtypes=None, shapes=None, progress=lambda: None):
     return rows, dict(
         peers=versions(), left_out=left_out,
         ceilings_gb_per_s={row["arm"]: round(row["gb_per_s"], 1) for row in ceilings},
-        method=f"median of {REPEATS} measurements, arms interleaved, inputs rotated over 3x L2 (at least 3 sets), outputs checked against fp64"
+        method=f"median of {REPEATS} measurements, arms interleaved, inputs {rotation_said(device)}, outputs checked against fp64"
         + (", all calls of an arm in one CUDA graph" if device == "cuda" else ", eager, wall clock"),
     )  # fmt: skip
 

@@ -162,6 +162,8 @@ def table(rows):
             lines.append(f"{start}{row['microseconds']:>10.1f} us per step, called from Python")
         elif row["what"] == "timeline":
             lanes = [[event for event in row["events"] if event["where"] == where] for where in ("cpu", "gpu")]
+            if not lanes[1]:
+                continue  # a CPU hands nothing over
             launches, busy = sum(event["name"] not in PARTS for event in lanes[0]), sum(event["duration_us"] for event in lanes[1])
             lines.append(f"{start}{launches:>10} launches, {len(lanes[1])} pieces of work for the GPU, busy for {busy:.1f} us")
         else:

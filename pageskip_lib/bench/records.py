@@ -5,6 +5,7 @@ benchmark had points too large for the machine's memory: a sentence for each. NA
 ``data/reported/NAME.json`` is something else: figures that others published, with their source; nobody here measured them.
 """
 
+import argparse
 import json
 import re
 from datetime import date
@@ -26,6 +27,14 @@ def checked(name):
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise ValueError(f"a record's name takes letters, digits, '-' and '_', got {name!r}")
     return name
+
+
+def argument(text):
+    """``checked`` as a type for argparse, which shows its sentence."""
+    try:
+        return checked(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def save(record, kind, name):

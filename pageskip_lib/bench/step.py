@@ -19,7 +19,7 @@ from . import room
 from .ceilings import READ, read_once
 from .dense import DTYPES, HEADS, REPEATS, kv_bytes, make_sets, point_name, views
 from .peers import OURS, arms, flashinfer_over, versions
-from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
+from .timing import copies_to_outgrow, kernel_names, rotation_said, sm_clock, time_arms
 
 PAGE, BUDGET = 64, Budget(pages=32)
 SHAPES = {
@@ -234,7 +234,7 @@ def _run(measure, memory, heads, shapes, progress, timed):
         if device == "cuda":
             torch.cuda.empty_cache()
     graph = ", in one CUDA graph" if device == "cuda" else ", eager, wall clock"
-    method = f"{timed}; median of {REPEATS}, arms interleaved, rotated past 3x L2, random keys{graph}"
+    method = f"{timed}; median of {REPEATS}, arms interleaved, {rotation_said(device)}, random keys{graph}"
     return rows, dict(method=method, left_out=left_out)
 
 
