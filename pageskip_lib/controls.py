@@ -7,7 +7,9 @@ from html import escape
 
 import ipywidgets
 import PIL.Image
-from IPython.display import Image
+from IPython.display import Image, display
+
+from .bench import records
 
 
 def title_of(figure):
@@ -33,6 +35,25 @@ def show(figure):
     """The figure as a notebook picture, its finding as the alternative text; print the finding too, which a test can compare."""
     print(title_of(figure))
     return Image(data=png(figure), alt=title_of(figure))
+
+
+def show_others(kind, draw):
+    """Show draw(name, record) -> Figure for each machine beside the H200 that has a record of this kind.
+
+    Where there is none, a sentence says how to make one; where a record lacks what the figure needs, as one of a small card may, another says so.
+    """
+    found = records.others(kind)
+    if not found:
+        print(f"No other machine has recorded {kind!r} yet: `python -m pageskip_lib.bench all --record NAME` records yours.")
+    for name, run in found.items():
+        try:
+            figure = draw(name, run)
+        except Exception as error:  # whatever a record lacks, the notebook goes on
+            print(f"{name}: not drawn, its record has less than this figure needs ({type(error).__name__}: {error})")
+            continue
+        missing = len(run["settings"].get("left_out", []))
+        print(name + (f" (its memory had no room for {missing} point{'s' * (missing > 1)})" if missing else ""), end=": ")
+        display(show(figure))
 
 
 def _box(draw, controls, *more):

@@ -499,8 +499,10 @@ def codes_by_depth(control, chosen, depth, caption):
     """Codes found at every depth of one text, wording and context, beside what the control finds; at ``depth`` the answers as they came.
 
     control, chosen: {depth: row}, rows as ``quality.grid.run_grid`` returns them; chosen is empty where the setting's forced pages exceed the budget.
-    A cross marks a depth at which the control finds nothing; wrong answers are orange.
+    A cross marks a depth at which the control finds nothing; wrong answers are orange. A depth that was not asked gets an empty figure that says so.
     """
+    if depth not in control:
+        return _blank(f"Nothing was asked here at depth {depth:.0%}", caption, height=2.9)[0]
     whole, row = control[depth], chosen.get(depth)
     if row is None:
         title = "The forced pages alone exceed this budget: not asked"

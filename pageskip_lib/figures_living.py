@@ -48,7 +48,8 @@ def token_bars(shapes, caption):
                 left += width
             axes.annotate(f"{sum(parts.values()):,.0f} µs", (left, row + up), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(shapes)), list(reversed(shapes)), fontsize=8.5)
-    axes.set(xlim=(0, 1.15), xlabel="share of the exact token's time (above: exact, below: pageskip)")
+    longest = max(sum(skipping.values()) / sum(exact.values()) for exact, skipping in shapes.values())
+    axes.set(xlim=(0, 1.15 * max(1, longest)), xlabel="share of the exact token's time (above: exact, below: pageskip)")
     axes.xaxis.set_major_formatter("{x:.0%}")
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right center")
     return figure

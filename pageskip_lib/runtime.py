@@ -5,6 +5,7 @@ kernels run in Triton's interpreter, and that switch (``TRITON_INTERPRET``) is
 read while triton is being imported, so it has to be set first.
 """
 
+import math
 import os
 import platform
 import sys
@@ -96,6 +97,17 @@ def resolve_backend(backend, tensor):
 def default_device():
     """"cuda" where a CUDA GPU is usable, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_memory(device):
+    """Bytes that this process can still allocate on ``device``: of the GPU, or of the machine (infinity where the system does not say)."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), math.inf)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ between them. Everything is added up, since in one CUDA graph nearly everything 
 """
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 
+from .bench import records
 from .checks import page_count
 from .costs import MODELS, decode_step
 from .decode import break_even
@@ -94,6 +96,22 @@ def fit(steps, tokens, budget, page_size):
     products = fit_read([(row["weight_bytes_read"], product_count(row["layers"]), row["products"]) for row in fitted])
     small = sum(row["rest"] / row["layers"] for row in fitted) / len(fitted)
     return Prices(products, **{name: fit_read(points) for name, points in reads.items()}, small=small)
+
+
+def fitted_machines(budget, page_size):
+    """{name: (``Prices``, its card)} of the machines beside the H200 whose records of ``bench step`` and ``bench generate`` suffice for a fit in fp16.
+
+    The card tells ``predict`` its bandwidth: the rate of its exact attention, as fitted.
+    """
+    found, steps = {}, records.others("step")
+    for name, run in records.others("generate").items():
+        rows = [row for row in run["rows"] if row["dtype"] == "float16"]
+        try:
+            prices = fit([row for row in steps[name]["rows"] if row["dtype"] == "float16"], rows, budget, page_size)
+        except (KeyError, ValueError):  # no record of steps, or one model, or one size
+            continue
+        found[name] = prices, SimpleNamespace(bandwidth=1e6 * prices.exact.rate)
+    return found
 
 
 def place(row):

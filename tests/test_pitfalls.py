@@ -183,7 +183,7 @@ def test_the_command_prints_and_records(monkeypatch, tmp_path, capsys):
     assert len(printed.strip().splitlines()) == len(recorded["rows"]) + 3  # header, machine and method, the file
 
 
-@pytest.mark.parametrize("name", records.names("pitfalls"))
+@pytest.mark.parametrize("name", ["h200", "cpu"])
 def test_recorded_runs_are_possible_where_they_claim_to_be(name):
     """Cold rates stay below what the vendor promises; every trap's flattering number is above it, or above its honest version."""
     run = records.load("pitfalls", name)

@@ -48,7 +48,7 @@ def needle_notebook():
     recorded = records.load("grid", "h200")
     return dict(
         needle=SimpleNamespace(**{**vars(needle), "ask": ask, "plant": plant}), grid=grid, prefill=lambda *_: None, LiveCache=lambda config: None,
-        FullPolicy=lambda: SimpleNamespace(name="full", reads=None), GRID=recorded, run=recorded["settings"], CODE="7491",
+        FullPolicy=lambda: SimpleNamespace(name="full", reads=None), GRID=recorded, records=records, CODE="7491", BEST="bound in 8 bits, page 16, max",
         model=SimpleNamespace(config=None, device="cpu"), tokenizer=Tokenizer(), on_click=on_click,
     )  # fmt: skip
 
@@ -64,18 +64,27 @@ def sparse_notebook():
 
 def pitfalls_notebook():
     rows = [
-        dict(trap="cache", tokens=tokens, arm=f"{kernel} {how}", kv_bytes=32768 * tokens, gb_per_s=slow * (1000 + n * (how == "warm")))
+        dict(trap="cache", batch=32, tokens=tokens, arm=f"{kernel} {how}", kv_bytes=32768 * tokens, gb_per_s=slow * (1000 + n * (how == "warm")))
         for n, (_, tokens) in enumerate(pitfalls.SHAPES["cuda"]["cache"])
         for kernel, slow in (("read", 1), ("dense", 0.9))
         for how in ("warm", "cold")
     ]
     card = dict(name="a card", torch="2", triton="3")
     settings = dict(machine=card, date="2026-11-30", dtype="float16", datasheet_gb_per_s=1010, caches={"L2": 62914560})
-    return dict(H200=dict(rows=rows, settings=settings), pitfalls=pitfalls)
+    cpu = [row | dict(batch=1, tokens=row["tokens"] // 4) for row in rows if row["arm"].startswith("read")]
+    unknown = settings | dict(datasheet_gb_per_s=None, caches={})
+    return dict(MACHINES=dict(h200=dict(rows=rows, settings=settings), cpu=dict(rows=cpu, settings=unknown)), pitfalls=pitfalls)
 
 
 def page_bound():
     return dict(keys=torch.randn(12, 2, generator=torch.Generator().manual_seed(0)))
+
+
+def by_heads(run):
+    sets = {}
+    for row in run["rows"]:
+        sets.setdefault(f"{row['heads']} on {row['kv_heads']} heads, D={row['head_dim']}", []).append(row)
+    return sets
 
 
 def graphs_notebook():
@@ -88,7 +97,7 @@ def graphs_notebook():
     slower = [dict(row, speed_up=row["speed_up"] / 2) for row in rows]
     settings = dict(machine=dict(name="a card", torch="2", triton="3"), date="2026-11-30")
     sets = {"12 on 2 heads, D=128": rows, "9 on 3 heads, D=64": slower}
-    return dict(STEP=dict(rows=rows, settings=settings), SETS=sets, here=[row for row in slower if row["batch"] == 1], records=records)
+    return dict(STEP=dict(rows=rows, settings=settings), SETS=sets, here=[row for row in slower if row["batch"] == 1], records=records, by_heads=by_heads)
 
 
 def recall_notebook():
@@ -116,7 +125,7 @@ def living_notebook():
     return dict(
         make=make, token=lambda n: (torch.full((1, 1, 64), walk[n].item()),) * 2, walk=walk, predicted=predicted, PRICES=prices, CARDS=CARDS, MODELS=MODELS,
         box=lambda cache, row, page: tuple(bound[row, 0, page, 0].item() for bound in (cache.summary.kmin, cache.summary.kmax)),
-        H200=CARDS["H200"], decode_step=decode_step, figures_living=figures_living, generate=generate,
+        H200=CARDS["H200"], decode_step=decode_step, figures_living=figures_living, generate=generate, token_time=token_time, BUDGET=Budget(pages=32), PAGE=64,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from ..runtime import card, default_device, tl, triton
-from .timing import copies_to_outgrow, time_arms
+from . import room
+from .timing import copies_to_outgrow, rotation_said, time_arms
 
 SIZES = {"cuda": [2, 4, 8, 17, 34, 67, 134, 268, 537, 1074, 2147], "cpu": [17, 67, 268]}  # MB
 READ, COPY = "streaming read", "copy"
@@ -26,6 +27,12 @@ def read_once(tensor, out, block=4096):
         tensor.sum()
 
 
+def fitting(device, sizes=None):
+    """(the sizes in MB that memory has room for, a sentence for each other): tensors to rotate, and one more to copy to."""
+    needs = lambda size: size * 10**6 * (copies_to_outgrow(card(device).l2_bytes, size * 10**6) + 1)  # noqa: E731
+    return room.split(sizes or SIZES[device], needs, lambda size: f"{size:,} MB")
+
+
 def run_ceilings(*, sizes=None, progress=lambda: None):
     """Measure reads and copies of ``sizes`` MB. Returns (rows, settings).
 
@@ -33,8 +40,8 @@ def run_ceilings(*, sizes=None, progress=lambda: None):
     """
     device = default_device()
     dtype = torch.float16 if device == "cuda" else torch.float32
-    rows = []
-    for size in sizes or SIZES[device]:
+    rows, (todo, left_out) = [], fitting(device, sizes)
+    for size in todo:
         elements = size * 10**6 // dtype.itemsize // 4096 * 4096
         moved = elements * dtype.itemsize
         count = copies_to_outgrow(card(device).l2_bytes, moved)
@@ -50,7 +57,9 @@ def run_ceilings(*, sizes=None, progress=lambda: None):
             rows.append(
                 dict(arm=arm, bytes=total, microseconds=time.median, low=time.low, high=time.high, gb_per_s=total / time.median / 1e3)
             )
-    return rows, dict(dtype=str(dtype).removeprefix("torch."), method="median of 12, arms interleaved, rotated past 3x L2")
+        del tensors, target, calls
+    method = f"median of 12, arms interleaved, {rotation_said(device)}"
+    return rows, dict(dtype=str(dtype).removeprefix("torch."), left_out=left_out, method=method)
 
 
 def table(rows):

@@ -6,9 +6,10 @@ from .. import reference
 from ..dense import decode_workspace, dense_decode
 from ..merge import Workspace
 from ..runtime import card, default_device, kernel_problem
-from .ceilings import READ, read_once, run_ceilings
+from . import room
+from .ceilings import READ, fitting, read_once, run_ceilings
 from .peers import OURS, arms, versions
-from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
+from .timing import copies_to_outgrow, kernel_names, rotation_said, sm_clock, time_arms
 
 HEADS = [(12, 2, 128), (32, 8, 128), (9, 3, 64)]  # Hq, Hkv, D: DeepSeek-R1-Distill-Qwen-1.5B, Llama-3-8B, SmolLM2-135M
 DTYPES = {"cuda": [torch.float16, torch.bfloat16], "cpu": [torch.float32]}
@@ -61,16 +62,20 @@ def check_arm(arm, heads, dtype, device):
             raise RuntimeError(f"{arm.name} is off by {error:.1e} on a small shape, so its time means nothing.")
 
 
+def shape_row(heads, batch, tokens, dtype):
+    """What the rows of one shape have in common."""
+    return dict(
+        heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."),
+        batch=batch, tokens=tokens, kv_bytes=kv_bytes(heads, batch, tokens, dtype),
+    )  # fmt: skip
+
+
 def measure_shape(found, heads, batch, tokens, dtype, device, progress):
     """Rows of one shape: every ``Arm`` of ``found`` and the streaming read, on the same inputs, taking turns."""
-    size = kv_bytes(heads, batch, tokens, dtype)
-    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, size), heads, batch, tokens, dtype, device)
+    row = shape_row(heads, batch, tokens, dtype)
+    sets = make_sets(copies_to_outgrow(card(device).l2_bytes, row["kv_bytes"]), heads, batch, tokens, dtype, device)
     out = torch.zeros((), device=device)
     calls = {READ: [lambda kv=kv: read_once(kv, out) for _, kv in sets]}
-    row = dict(
-        heads=heads[0], kv_heads=heads[1], head_dim=heads[2], dtype=str(dtype).removeprefix("torch."),
-        batch=batch, tokens=tokens, kv_bytes=size,
-    )  # fmt: skip
     refused = []
     for arm in found:
         try:
@@ -91,6 +96,36 @@ def measure_shape(found, heads, batch, tokens, dtype, device, progress):
     return measured + refused
 
 
+def points(device, heads=None, dtypes=None, shapes=None):
+    """(the points (dtype, heads, batch, tokens) that memory has room for, a sentence for each other)."""
+    every = [(dtype, shape, *size) for dtype in dtypes or DTYPES[device] for shape in heads or HEADS for size in shapes or SHAPES[device]]
+
+    def needs(point):
+        dtype, shape, batch, tokens = point
+        size = kv_bytes(shape, batch, tokens, dtype)
+        return copies_to_outgrow(card(device).l2_bytes, size) * size
+
+    return room.split(every, needs, lambda point: point_name(*point))
+
+
+def point_name(dtype, heads, batch, tokens):
+    """A point in words, such as "32 x 131,072, 12/2 heads of 128, float16"."""
+    return f"{batch} x {tokens:,}, {heads[0]}/{heads[1]} heads of {heads[2]}, {str(dtype).removeprefix('torch.')}"
+
+
+def checked_arms(found, heads, dtype, device):
+    """(the arms that may be timed, {name of another: why not}): a peer that is wrong or cannot run is not timed; of our own, that is an error."""
+    problems = {}
+    for arm in found:
+        try:
+            check_arm(arm, heads, dtype, device)
+        except RuntimeError as error:
+            if arm.name == OURS:
+                raise
+            problems[arm.name] = str(error).splitlines()[0][:200]
+    return [arm for arm in found if arm.name not in problems], problems
+
+
 def run_dense(*, heads=None, dtypes=None, shapes=None, progress=lambda: None):
     """Measure every arm and the streaming read at every shape. Returns (rows, settings).
 
@@ -102,37 +137,37 @@ def run_dense(*, heads=None, dtypes=None, shapes=None, progress=lambda: None):
     problem = kernel_problem(device) if device == "cuda" else None
     if problem:
         raise RuntimeError(problem)
-    rows = []
-    for dtype in dtypes or DTYPES[device]:
-        found = arms(device, dtype)
-        for shape in heads or HEADS:
-            for arm in found:
-                check_arm(arm, shape, dtype, device)
-            for batch, tokens in shapes or SHAPES[device]:
-                rows += measure_shape(found, shape, batch, tokens, dtype, device, progress)
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-    ceilings, _ = run_ceilings(sizes=[2147 if device == "cuda" else 268])
+    rows, (todo, left_out) = [], points(device, heads, dtypes, shapes)
+    for dtype, shape in dict.fromkeys(point[:2] for point in todo):
+        found, problems = checked_arms(arms(device, dtype), shape, dtype, device)
+        for batch, tokens in (point[2:] for point in todo if point[:2] == (dtype, shape)):
+            rows += measure_shape(found, shape, batch, tokens, dtype, device, progress)
+            rows += [shape_row(shape, batch, tokens, dtype) | dict(arm=name, error=problem) for name, problem in problems.items()]
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    ceilings, _ = run_ceilings(sizes=fitting(device)[0][-1:])  # the largest that there is room for
     return rows, dict(
-        peers=versions(),
+        peers=versions(), left_out=left_out,
         ceilings_gb_per_s={row["arm"]: round(row["gb_per_s"], 1) for row in ceilings},
-        method=f"median of {REPEATS} measurements, arms interleaved, inputs rotated over 3x L2 (at least 3 sets), outputs checked against fp64"
+        method=f"median of {REPEATS} measurements, arms interleaved, inputs {rotation_said(device)}, outputs checked against fp64"
         + (", all calls of an arm in one CUDA graph" if device == "cuda" else ", eager, wall clock"),
     )  # fmt: skip
 
 
-SPLIT_SHAPES = {"cuda": [(1, 65536), (8, 16384), (32, 4096), (1, 4096)], "cpu": [(1, 1024)]}
+SPLIT_SHAPES = [(1, 65536), (8, 16384), (32, 4096), (1, 4096)]
 
 
 def run_splits(*, shapes=None, progress=lambda: None):
     """Time dense_decode with 1, 2, 4, ... splits and with the library's own choice. Returns (rows, settings).
 
     A row: batch, tokens, splits, chosen (is it the library's choice?), microseconds, low, high. Cold, as ``run_dense`` measures.
+    Raises ``NotHere`` without a CUDA GPU.
     """
     device = default_device()
-    heads, dtype = HEADS[0], DTYPES[device][0]
-    rows = []
-    for batch, tokens in shapes or SPLIT_SHAPES[device]:
+    if device == "cpu":
+        raise room.NotHere("splits need a CUDA GPU: on a CPU PyTorch computes exact attention in one piece, whatever the number of splits.")
+    heads, dtype, rows = HEADS[0], DTYPES[device][0], []
+    for batch, tokens in shapes or SPLIT_SHAPES:
         count = copies_to_outgrow(card(device).l2_bytes, kv_bytes(heads, batch, tokens, dtype))
         sets = make_sets(count, heads, batch, tokens, dtype, device)
         inputs = [(q, *views(kv, tokens_first=False)) for q, kv in sets]
@@ -162,8 +197,7 @@ def splits_table(rows):
 def measurements(heads=None, dtypes=None, shapes=None):
     """How many times ``run_dense`` calls its progress function."""
     device = default_device()
-    points = len(heads or HEADS) * len(shapes or SHAPES[device])
-    return REPEATS * points * sum(len(arms(device, dtype)) + 1 for dtype in dtypes or DTYPES[device])
+    return REPEATS * sum(len(arms(device, point[0])) + 1 for point in points(device, heads, dtypes, shapes)[0])
 
 
 def table(rows):
@@ -177,7 +211,7 @@ def table(rows):
         for batch, tokens in dict.fromkeys((row["batch"], row["tokens"]) for row in block):
             took = {row["arm"]: row.get("microseconds") for row in block if (row["batch"], row["tokens"]) == (batch, tokens)}
             kv_bytes = next(row["kv_bytes"] for row in block if (row["batch"], row["tokens"]) == (batch, tokens))
-            best = min(took[name] for name in names if name not in (OURS, READ) and took[name])
+            best = min((took[name] for name in names if name not in (OURS, READ) and took[name]), default=float("nan"))
             lines.append(
                 f"{f'{batch} x {tokens}':>12}{kv_bytes / 1e6:>9.1f}" + "".join(f"{took[name]:>16.1f}" if took[name] else f"{'-':>16}" for name in names)
                 + f"{best / took[OURS]:>16.3f}{took[READ] / took[OURS]:>11.3f}"

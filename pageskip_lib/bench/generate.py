@@ -10,6 +10,9 @@ from .. import costs, models
 from ..loop import DecodeLoop, empty_caches, join_projections
 from ..quality.policies import DENSE_LAYERS
 from ..runtime import default_device
+from ..summaries import entry_bytes
+from ..token_time import model_named
+from . import room
 from .dense import DTYPES, REPEATS
 from .peers import OURS, arms
 from .step import BUDGET, PAGE
@@ -26,7 +29,7 @@ RATIOS = dict(speed_up="over flash", speed_up_best="over best")
 # model: [(batch, tokens), ...]
 SHAPES = {
     "cuda": {models.TITLE: [(1, 8192), (8, 8192), (32, 8192)], RANDOM: [(32, 65536), (8, 65536), (1, 65536), (1, 262144)]},
-    "cpu": {TINY.name: [(2, 4096)]},
+    "cpu": {TINY.name: [(2, 4096)], models.TITLE: [(1, 8192)]},
 }
 
 
@@ -40,6 +43,13 @@ def random_model(shape, device, dtype):
     )  # fmt: skip
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def memory(name, batch, tokens, dtype):
+    """Bytes that ``measure_generate`` takes: the weights, and one set of caches with the summaries of three loops."""
+    shape = TINY if name == TINY.name else model_named(name)
+    summaries = 3 * entry_bytes("minmax8", shape.head_dim, dtype.itemsize) / (2 * PAGE * shape.head_dim * dtype.itemsize)
+    return shape.parameters * dtype.itemsize + batch * tokens * shape.kv_bytes(dtype.itemsize) * (1 + summaries)
 
 
 def model_of(name, device, dtype):
@@ -197,16 +207,18 @@ def run_generate(*, shapes=None, progress=lambda: None):
     All share one set of caches. Keys and values are random in all of them, the weights where the row says so.
     """
     device = default_device()
-    rows = []
-    for name, sizes in (shapes or SHAPES[device]).items():
-        model, weights = model_of(name, device, DTYPES[device][0])
+    dtype, rows = DTYPES[device][0], []
+    every = [(name, *size) for name, sizes in (shapes or SHAPES[device]).items() for size in sizes]
+    todo, left_out = room.split(every, lambda point: memory(*point, dtype), lambda point: f"{point[0]}, {point[1]} x {point[2]:,}")
+    for name in dict.fromkeys(point[0] for point in todo):
+        model, weights = model_of(name, device, dtype)
         join_projections(model)  # before memory is looked at: what they leave behind, PyTorch would keep for later
-        for batch, tokens in sizes:
+        for batch, tokens in (point[1:] for point in todo if point[0] == name):
             rows += measure_generate(model, name, weights, batch, tokens, device, progress)
         del model
         _release(device)
     graph = "each arm one CUDA graph of the whole token step" if device == "cuda" else "eager, wall clock"
-    return rows, dict(method=f"embedding to next token; median of {REPEATS}, arms interleaved, random keys and values; {graph}")
+    return rows, dict(left_out=left_out, method=f"embedding to next token; median of {REPEATS}, arms interleaved, random keys and values; {graph}")
 
 
 def table(rows):

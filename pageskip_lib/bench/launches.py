@@ -18,7 +18,8 @@ from ..scores import page_scores
 from ..selection import select_pages
 from ..sparse import sparse_decode
 from ..summaries import summarize_pages
-from .dense import DTYPES, HEADS, REPEATS, make_sets, views
+from . import room
+from .dense import DTYPES, HEADS, REPEATS, kv_bytes, make_sets, point_name, views
 from .frozen import length_errors, replayed
 from .step import BUDGET, PAGE
 from .timing import summary
@@ -126,7 +127,9 @@ def run_launches(*, progress=lambda: None):
     """Measure at the sizes of this device, and on a GPU what a graph froze. Returns (rows, settings)."""
     device, rows = default_device(), []
     setup, dtype = SETUPS[device], DTYPES[device][0]
-    for batch, tokens in setup["shapes"]:
+    needs = lambda shape: 1.1 * kv_bytes(setup["heads"], shape[0], shape[1] + SPARE, dtype)  # with two sets of summaries  # noqa: E731
+    todo, left_out = room.split(setup["shapes"], needs, lambda shape: point_name(dtype, setup["heads"], *shape))
+    for batch, tokens in todo:
         steps = make_steps(setup["heads"], batch, tokens, dtype, device)
         for arm, (call, rewind) in steps.items():
             took = time_calls(call, rewind, setup["calls"])
@@ -143,6 +146,7 @@ def run_launches(*, progress=lambda: None):
     heads, kv_heads, dim = setup["heads"]
     settings = dict(
         heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=str(dtype).removeprefix("torch."), page_size=PAGE, budget_pages=BUDGET.pages,
+        left_out=left_out,
         method=f"wall clock around {setup['calls']} calls from Python and one wait, median of {REPEATS}; the same inputs again and again (warm), "
         "random keys; timelines under the profiler, which slows the CPU down",
     )  # fmt: skip
@@ -158,6 +162,8 @@ def table(rows):
             lines.append(f"{start}{row['microseconds']:>10.1f} us per step, called from Python")
         elif row["what"] == "timeline":
             lanes = [[event for event in row["events"] if event["where"] == where] for where in ("cpu", "gpu")]
+            if not lanes[1]:
+                continue  # a CPU hands nothing over
             launches, busy = sum(event["name"] not in PARTS for event in lanes[0]), sum(event["duration_us"] for event in lanes[1])
             lines.append(f"{start}{launches:>10} launches, {len(lanes[1])} pieces of work for the GPU, busy for {busy:.1f} us")
         else:

@@ -53,6 +53,16 @@ def _pinned(backend):
     return each(lambda q, k, v: sdpa(q, k, v, backend))
 
 
+def _refused(backend, device, dtype):
+    """Does PyTorch refuse this backend of SDPA here, as it does cuDNN's where the card or the build has none?"""
+    q, kv = torch.zeros(1, 2, 64, device=device, dtype=dtype), torch.zeros(1, 2, 64, 64, device=device, dtype=dtype)
+    try:
+        sdpa(q, kv, kv, backend)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _flex(sets):
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -133,11 +143,13 @@ def versions():
 
 
 def arms(device, dtype):
-    """The ``Arm`` list for a device ("cuda" or "cpu") and dtype; a library that is not installed is left out."""
+    """The ``Arm`` list for a device ("cuda" or "cpu") and dtype; a library that is not installed is left out, and cuDNN where PyTorch refuses it."""
     found = [Arm(OURS, _pageskip)]
     if device == "cpu":
         return [*found, Arm("SDPA", _pinned(SDPBackend.FLASH_ATTENTION))]
-    found += [Arm("SDPA flash", _pinned(SDPBackend.FLASH_ATTENTION)), Arm("SDPA cuDNN", _pinned(SDPBackend.CUDNN_ATTENTION))]
+    found.append(Arm("SDPA flash", _pinned(SDPBackend.FLASH_ATTENTION)))
+    if not _refused(SDPBackend.CUDNN_ATTENTION, device, dtype):
+        found.append(Arm("SDPA cuDNN", _pinned(SDPBackend.CUDNN_ATTENTION)))
     if dtype == torch.float16:  # it compiles for seconds at every shape; one dtype shows its place
         found.append(Arm("FlexAttention", _flex))
     for name, calls in (("FlashInfer", _flashinfer), ("FA3", _fa3)):

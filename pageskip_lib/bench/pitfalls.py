@@ -24,7 +24,7 @@ from ..scores import page_scores
 from ..selection import select_pages
 from ..sparse import sparse_decode
 from ..summaries import summarize_pages
-from . import dense
+from . import dense, room
 from .ceilings import read_once
 from .peers import Arm, each, sdpa
 from .step import BUDGET, PAGE, random_pages
@@ -129,10 +129,36 @@ def _rows(arms, batch, tokens, dtype, *, timer=time_arms, touched=None, **more):
     return [_row(name, batch, tokens, dtype, timing, (touched or {}).get(name), **more) for name, timing in times.items()] + failed
 
 
+def rotation(trap, batch, tokens, device, dtype):
+    """How many sets of inputs a trap makes."""
+    size = kv_bytes(batch, tokens, dtype)
+    if trap == "sync":
+        return 1
+    if trap == "bytes":  # as many as a rotation over the touched bytes needs, but no more than 8 GB of them on a GPU, 1 GB elsewhere
+        most = max(3, (8 << 30 if device == "cuda" else 1 << 30) // size)
+        return min(sets_to_outgrow(device, kv_bytes(batch, BUDGET.pages * PAGE, dtype)), most)
+    return min(200 if trap == "launch" else 4096, sets_to_outgrow(device, size))
+
+
+def memory(trap, batch, tokens, device, dtype):
+    """Bytes that a trap takes at most."""
+    size, group = kv_bytes(batch, tokens, dtype), HEADS[0] // HEADS[1]
+    taken = rotation(trap, batch, tokens, device, dtype) * size
+    if trap == "sync":
+        return 2 * taken  # on a CPU the cache is copied
+    if trap == "launch":
+        return taken * (1 + 1 / PAGE)  # the summaries of its pages
+    if trap == "baseline":
+        # Copies for each query head: made before, as many as outgrow the cache; in the call; and in fp32, as the math backend makes them.
+        before = sets_to_outgrow(device, group * size) * group * size
+        return taken + before + group * size * (1 + 4 // dtype.itemsize)
+    return taken
+
+
 def cache_trap(batch, tokens, device, dtype):
     """Inputs that stay in the cache ("warm": the same again and again) against inputs rotated past it ("cold")."""
     size = kv_bytes(batch, tokens, dtype)
-    sets, out = _sets(batch, tokens, sets_to_outgrow(device, size), device, dtype), torch.zeros((), device=device)
+    sets, out = _sets(batch, tokens, rotation("cache", batch, tokens, device, dtype), device, dtype), torch.zeros((), device=device)
     calls = {"read": [lambda kv=kv: read_once(kv, out) for _, kv in sets]}
     if device == "cuda":  # on a CPU exact decode computes longer than it reads, and would show no cliff
         calls["dense"] = [lambda q=q, kv=kv: dense_decode(q, *kv) for q, kv in sets]
@@ -167,7 +193,7 @@ def sparse_step(q, k, v, summaries):
 
 def launch_trap(batch, tokens, device, dtype):
     """The same small calls from a Python loop ("eager") and, on a GPU, inside one CUDA graph ("graph")."""
-    sets = _sets(batch, tokens, min(200, sets_to_outgrow(device, kv_bytes(batch, tokens, dtype))), device, dtype)
+    sets = _sets(batch, tokens, rotation("launch", batch, tokens, device, dtype), device, dtype)
     one = torch.zeros(1, device=device)
     summaries = [summarize_pages(kv[0], PAGE) for _, kv in sets]
     arms = {
@@ -221,10 +247,7 @@ def _from_the_first_call(q, kv, repeats):
 
 def bytes_trap(batch, tokens, device, dtype):
     """Few pages, or few valid tokens, of a large cache: kv_bytes is what was allocated, bytes_touched what the call needed."""
-    # As many caches as a rotation over the touched bytes needs, but no more than 8 GB of them on a GPU, 1 GB elsewhere.
-    room = (8 << 30 if device == "cuda" else 1 << 30) // kv_bytes(batch, tokens, dtype)
-    count = min(sets_to_outgrow(device, kv_bytes(batch, BUDGET.pages * PAGE, dtype)), max(3, room))
-    sets = _sets(batch, tokens, count, device, dtype)
+    sets = _sets(batch, tokens, rotation("bytes", batch, tokens, device, dtype), device, dtype)
     lists = [random_pages(batch, HEADS[1], tokens, device, seed) for seed in range(len(sets))]
     lengths = torch.full((batch,), BUDGET.pages * PAGE, dtype=torch.int32, device=device)
     arms = {
@@ -270,7 +293,7 @@ def baselines(device):
 def baseline_trap(batch, tokens, device, dtype):
     """Dense decode beside baselines, fair and unfair. Each is checked against fp64 first; a wrong one gets its error, and no time."""
     size, rows, arms = kv_bytes(batch, tokens, dtype), [], {}
-    sets = _sets(batch, tokens, sets_to_outgrow(device, size), device, dtype)
+    sets = _sets(batch, tokens, rotation("baseline", batch, tokens, device, dtype), device, dtype)
     for name, (before, call) in baselines(device).items():
         arm = lambda q, k, v: call(q, before(k), before(v))  # noqa: B023, E731  (used within this turn of the loop)
         if problem := _problem(lambda: dense.check_arm(Arm(name, each(arm)), HEADS, dtype, device)):  # noqa: B023
@@ -300,15 +323,18 @@ def measure(trap, shapes=None):
 
 def run_pitfalls(*, progress=lambda: None):
     """Every trap on this machine, at the sizes that are recorded. Returns (rows, settings); progress is called after each trap."""
-    device, rows = runtime.default_device(), []
+    device, rows, left_out = runtime.default_device(), [], []
     for trap in TRAPS:
-        rows += measure(trap)
+        needs = lambda shape, trap=trap: memory(trap, *shape, device, default_dtype(device))  # noqa: E731
+        todo, large = room.split(SHAPES[device][trap], needs, lambda shape, trap=trap: f"{trap}, {shape[0]} x {shape[1]:,}")
+        rows += measure(trap, todo) if todo else []
+        left_out += large
         progress()
     heads, kv_heads, dim = HEADS
     settings = dict(
         heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=str(default_dtype(device)).removeprefix("torch."),
         page_size=PAGE, budget_pages=BUDGET.pages, caches=cache_sizes(device), datasheet_gb_per_s=datasheet(runtime.card(device).name),
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads(), left_out=left_out,
         method="medians of 12, arms interleaved; inputs rotated over 3x the largest cache where memory allows (sets: how many), but for the arms called warm"
         + ("; one CUDA graph per arm but for the sync trap and the launch trap's eager arms" if device == "cuda" else ""),
     )  # fmt: skip

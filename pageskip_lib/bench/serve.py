@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
+from .. import runtime
 from ..checks import page_count
-from ..models import check_fits, load_model
+from ..models import check_fits, head_dim, load_model
 from ..quality.needle import budget_for, haystack, is_right, plant
 from ..quality.policies import FullPolicy, PageskipPolicy
 from ..serving import use_pageskip_serving
@@ -33,12 +34,32 @@ def measurements():
 def run_serve(*, progress=lambda: None):
     """``measure_serve`` with the embedded model: eight long requests on a GPU, three short ones on a CPU."""
     model, tokenizer = load_model()
-    sizes = dict(requests=8, context=8000, tokens=96) if model.device.type == "cuda" else dict(requests=3, context=1500, tokens=16, batch_tokens=512)
+    if model.device.type == "cuda":
+        sizes = dict(requests=8, context=8000, tokens=96)
+        sizes |= dict(batch_tokens=prefill_room(model, **sizes))
+    else:
+        sizes = dict(requests=3, context=1500, tokens=16, batch_tokens=512)
     return measure_serve(model, tokenizer, progress=progress, **sizes)
 
 
+def blocks_for(requests, context, tokens):
+    """Blocks of the engine's cache. With few of them free it lets nobody join, so twice of what the requests fill."""
+    return 2 * requests * (page_count(context + tokens, BLOCK) + 1)
+
+
+def prefill_room(model, *, requests, context, tokens):
+    """Tokens that the engine may prefill in one forward, at most 8,192 and at least 512: its mask is as wide as its cache, and a small GPU is full of it."""
+    config, held = model.config, BLOCK * blocks_for(requests, context, tokens)
+    size = model.dtype.itemsize
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * held * size
+    batch_tokens = 8192
+    while batch_tokens > 512 and cache + 4 * batch_tokens * (held + batch_tokens) * size > runtime.free_memory(model.device):  # 4: two of them, and copies
+        batch_tokens //= 2
+    return batch_tokens
+
+
 def measure_serve(
-    model, tokenizer, *, requests, context, tokens, batch_tokens=8192, budget=0.125, page_size=16, depth=0.25, rounds=ROUNDS, progress=lambda: None
+    model, tokenizer, *, requests, context, tokens, batch_tokens, budget=0.125, page_size=16, depth=0.25, rounds=ROUNDS, progress=lambda: None
 ):
     """Send all requests to the engine at once, round after round, arms in turns. Returns (rows, settings).
 
@@ -86,8 +107,8 @@ def measure_serve(
 
 def serve(model, inputs, policy, *, tokens, batch_tokens):
     """One run of the engine: its answers, its attention, the whole run's seconds, and the median step while every request decodes."""
-    blocks = len(inputs) * (page_count(len(inputs[0]) + tokens, BLOCK) + 1)
-    config = ContinuousBatchingConfig(num_blocks=2 * blocks, max_batch_tokens=batch_tokens)  # with few blocks free the engine lets nobody join
+    blocks = blocks_for(len(inputs), len(inputs[0]), tokens)
+    config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=batch_tokens)
     config.auto_switch_to_flash = False
     generation = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     seen = []

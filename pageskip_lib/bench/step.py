@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from .. import bounds8, decode, merge, scores, selection, sparse
-from ..decode import DecodeStep
+from ..decode import DecodeStep, break_even
 from ..dense import decode_workspace, dense_decode
 from ..merge import Workspace
 from ..runtime import card, default_device
@@ -15,16 +15,18 @@ from ..scores import page_scores
 from ..selection import Budget, PageList, select_pages
 from ..sparse import sparse_decode
 from ..summaries import entry_bytes
+from . import room
 from .ceilings import READ, read_once
-from .dense import DTYPES, HEADS, REPEATS, make_sets, views
+from .dense import DTYPES, HEADS, REPEATS, kv_bytes, make_sets, point_name, views
 from .peers import OURS, arms, flashinfer_over, versions
-from .timing import copies_to_outgrow, kernel_names, sm_clock, time_arms
+from .timing import copies_to_outgrow, kernel_names, rotation_said, sm_clock, time_arms
 
 PAGE, BUDGET = 64, Budget(pages=32)
 SHAPES = {
     "cuda": [(batch, tokens) for batch in (1, 8, 32) for tokens in (1024, 4096, 8192, 16384, 65536, 131072)],
     "cpu": [(1, 4096), (1, 16384), (1, 65536)],
 }
+FLASHINFER_SCRATCH = 64 << 20  # bytes, for each set of inputs
 SPARE = 128  # of the context's tokens a measurement starts with so many fewer: every replay of the step appends one
 STEP, PLAIN, SPARSE = "pageskip step", "plain step", "pageskip sparse"
 KNOWN = "dense by lengths"  # exact attention that learns the lengths where the step does, on the device
@@ -55,6 +57,28 @@ def random_pages(batch, kv_heads, tokens, device, seed):
     pages = noise.topk(min(BUDGET.pages, tokens // PAGE)).indices.sort().values.to(torch.int32)
     counts = torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32)
     return PageList(pages=pages.to(device), counts=counts.to(device))
+
+
+def step_memory(heads, batch, tokens, dtype, device):
+    """Bytes that ``measure_step`` takes at most: the rotation's whole caches with both kinds of summaries, and what the plain read reads.
+
+    FlashInfer wants the cache in another order, and gets copies.
+    """
+    size, touched, dim = kv_bytes(heads, batch, tokens, dtype), step_bytes(batch, tokens, heads, dtype.itemsize), heads[2]
+    sets = copies_to_outgrow(card(device).l2_bytes, touched)
+    summaries = size * sum(entry_bytes(kind, dim, dtype.itemsize) for kind in ("minmax8", "minmax")) / (2 * PAGE * dim * dtype.itemsize)
+    cache = torch.empty(batch, heads[1], tokens, dim, dtype=dtype, device="meta")
+    read = touched if tokens > break_even(cache, BUDGET, PAGE, card(device)) + SPARE else size
+    copied = size if "FlashInfer" in versions() and device == "cuda" else 0
+    return sets * (size + summaries + read + copied)
+
+
+def sparse_memory(heads, batch, tokens, dtype, device):
+    """Bytes that ``measure_sparse`` takes: the rotation's whole caches, what the plain read reads, and FlashInfer's scratch."""
+    _, kv_heads, dim = heads
+    touched = 2 * batch * kv_heads * min(BUDGET.pages * PAGE, tokens) * dim * dtype.itemsize
+    scratch = FLASHINFER_SCRATCH if "FlashInfer" in versions() and device == "cuda" else 0
+    return copies_to_outgrow(card(device).l2_bytes, touched) * (kv_bytes(heads, batch, tokens, dtype) + touched + scratch)
 
 
 def _row(heads, dtype, batch, tokens):
@@ -188,7 +212,7 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
     }
     if device == "cuda" and "FlashInfer" in versions():
         paged = [(q, *views(kv, tokens_first=True)) for q, kv in sets]
-        calls["FlashInfer paged"] = [flashinfer_over(p.pages[:, 0], [one], scratch=64 << 20)[0] for p, one in zip(lists, paged)]
+        calls["FlashInfer paged"] = [flashinfer_over(p.pages[:, 0], [one], scratch=FLASHINFER_SCRATCH)[0] for p, one in zip(lists, paged)]
     times = time_arms(calls, repeats=REPEATS, progress=progress)
     clock = sm_clock()
     return [
@@ -200,21 +224,23 @@ def measure_sparse(heads, batch, tokens, dtype, device, progress=lambda: None):
     ]  # fmt: skip
 
 
-def _run(measure, heads, shapes, progress, timed):
+def _run(measure, memory, heads, shapes, progress, timed):
     device = default_device()
     dtype, rows = DTYPES[device][0], []
-    for shape in heads or HEADS:
-        for batch, tokens in shapes or SHAPES[device]:
-            rows += measure(shape, batch, tokens, dtype, device, progress)
-            if device == "cuda":
-                torch.cuda.empty_cache()
+    every = [(shape, *size, dtype, device) for shape in heads or HEADS for size in shapes or SHAPES[device]]
+    todo, left_out = room.split(every, lambda point: memory(*point), lambda point: point_name(dtype, *point[:3]))
+    for point in todo:
+        rows += measure(*point, progress)
+        if device == "cuda":
+            torch.cuda.empty_cache()
     graph = ", in one CUDA graph" if device == "cuda" else ", eager, wall clock"
-    return rows, dict(method=f"{timed}; median of {REPEATS}, arms interleaved, rotated past 3x L2, random keys{graph}")
+    method = f"{timed}; median of {REPEATS}, arms interleaved, {rotation_said(device)}, random keys{graph}"
+    return rows, dict(method=method, left_out=left_out)
 
 
 def run_sparse(*, heads=None, shapes=None, progress=lambda: None):
     """Measure the sparse kernel alone at every shape. Returns (rows, settings); a row as ``measure_sparse`` makes it."""
-    return _run(measure_sparse, heads, shapes, progress, "the attention over a given page list")
+    return _run(measure_sparse, sparse_memory, heads, shapes, progress, "the attention over a given page list")
 
 
 def run_step(*, heads=None, shapes=None, progress=lambda: None):
@@ -226,13 +252,18 @@ def run_step(*, heads=None, shapes=None, progress=lambda: None):
     touches; "score", "select" and "torch.topk" alone touch little of it, and may find that in L2 from one replay to the next.
     """
     timed = "append, score, select and attend (score, select and torch.topk by themselves may find their inputs in L2)"
-    return _run(measure_step, heads, shapes, progress, timed)
+    return _run(measure_step, step_memory, heads, shapes, progress, timed)
 
 
 def run_changes(*, heads=None, shapes=None, progress=lambda: None):
-    """Measure the step after each of the changes that made it fast. Returns (rows, settings); a row as ``measure_changes`` makes it."""
+    """Measure the step after each of the changes that made it fast. Returns (rows, settings); a row as ``measure_changes`` makes it.
+
+    Raises ``NotHere`` without a CUDA GPU.
+    """
+    if default_device() == "cpu":
+        raise room.NotHere("changes need a CUDA GPU: they are in the kernels and in how those are launched, and a CPU runs none of that.")
     longest = [shape for shape in SHAPES[default_device()] if shape[1] == 65536]
-    return _run(measure_changes, heads or HEADS[:1], shapes or longest, progress, "append, score, select and attend")
+    return _run(measure_changes, step_memory, heads or HEADS[:1], shapes or longest, progress, "append, score, select and attend")
 
 
 def changes_table(rows):

@@ -26,6 +26,11 @@ def copies_to_outgrow(l2_bytes, bytes_per_call, *, times=3, least=3, most=256):
     return max(least, min(most, -(-times * l2_bytes // max(bytes_per_call, 1))))
 
 
+def rotation_said(device):
+    """How inputs take turns, for a record's method: the card of a CPU tells no cache size, so there the rotation is of the least length."""
+    return "rotated past 3x L2" if device == "cuda" else "3 sets in turn, which the CPU's cache may hold"
+
+
 def captured(calls):
     """All calls, one after another, in one CUDA graph; each is run once before, which compiles what there is to compile."""
     stream = torch.cuda.Stream()

@@ -34,7 +34,7 @@ def parser():
     needle.add_argument("--contexts", type=int, nargs="+", default=grid.CONTEXTS, help="of the grid")
     needle.add_argument("--depths", type=float, nargs="+", default=grid.DEPTHS, help="of the grid")
     needle.add_argument("--codes", type=int, default=grid.CODES, help="of each cell of the grid")
-    needle.add_argument("--record", metavar="NAME", help="with --grid: write data/recorded/grid_NAME.json")
+    needle.add_argument("--record", metavar="NAME", type=records.argument, help="with --grid: write data/recorded/grid_NAME.json")
     agreement = commands.add_parser("agree", help="read plain text: how often is the next token full attention's", **defaults)
     agreement.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
     agreement.add_argument("--texts", choices=HAYSTACKS, nargs="+", default=list(HAYSTACKS), help="what to read")
@@ -44,7 +44,7 @@ def parser():
     agreement.add_argument("--shares", type=float, nargs="+", default=list(agree.SHARES), help="budgets, as shares of the cache's bytes")
     agreement.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
     agreement.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
-    agreement.add_argument("--record", metavar="NAME", help="write data/recorded/agree_NAME.json")
+    agreement.add_argument("--record", metavar="NAME", type=records.argument, help="write data/recorded/agree_NAME.json")
     capture = commands.add_parser("capture", help="store real queries, keys and values of a decoding model", **defaults)
     capture.add_argument("file", metavar="FILE", help="the safetensors file to write")
     capture.add_argument("--model", default=EMBEDDED, help="any transformers causal LM, by name or directory")
@@ -58,7 +58,7 @@ def parser():
     capture.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32 on CPU, bfloat16 on CUDA")
     recall = commands.add_parser("recall", help="how much attention the chosen pages keep, at equal bytes read", **defaults)
     recall.add_argument("--captured", metavar="FILE", nargs="+", default=[str(SHIPPED)], help="captured sets, measured together")
-    recall.add_argument("--record", metavar="NAME", help="write data/recorded/recall_NAME.json")
+    recall.add_argument("--record", metavar="NAME", type=records.argument, help="write data/recorded/recall_NAME.json")
     recall.add_argument("--json", metavar="FILE", help="write rows and settings to FILE ('-' for standard output)")
     return top
 
