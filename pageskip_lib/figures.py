@@ -41,7 +41,7 @@ def recorded_on(machine, when, what):
 
 
 def _blank(title, caption, height=3.4):
-    figure = Figure(figsize=(7.2, height), dpi=84, layout="constrained")
+    figure = Figure(figsize=(7.2, height), dpi=80, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -296,7 +296,7 @@ def launch_cost(rows, caption):
     calls = sorted({call[:3] for call in took}, key=lambda call: (call[0] != "one-element add", *call), reverse=True)
     arm, batch, tokens = worst = max(calls, key=lambda call: took[*call, "eager"] / took[*call, "graph"])
     eager, graph = took[*worst, "eager"], took[*worst, "graph"]
-    figure, axes = _blank(f"{arm}, {batch} x {tokens:,}: {eager:.0f} us from a Python loop, {graph:.1f} us in a graph", caption, height=3.8)
+    figure, axes = _blank(f"{arm}, {batch} x {tokens:,}: {eager:.0f} µs from a Python loop, {graph:.1f} µs in a graph", caption, height=3.8)
     for how, colour, label in (("eager", FLATTERED, "from a Python loop"), ("graph", HONEST, "inside one CUDA graph")):
         axes.plot([took[*call, how] for call in calls], range(len(calls)), "o", color=colour, label=label, zorder=2)
     for place, call in enumerate(calls):

@@ -136,8 +136,8 @@ def test_the_cliff_says_what_was_timed():
 
 
 def test_launch_cost_names_the_call_that_suffers_most():
-    assert title_of(figures.launch_cost(launch_rows(40), "x")) == "dense, 1 x 1,024: 40 us from a Python loop, 5.0 us in a graph"
-    assert title_of(figures.launch_cost(launch_rows(10), "x")) == "one-element add, 1 x 1,024: 4 us from a Python loop, 1.0 us in a graph"
+    assert title_of(figures.launch_cost(launch_rows(40), "x")) == "dense, 1 x 1,024: 40 µs from a Python loop, 5.0 µs in a graph"
+    assert title_of(figures.launch_cost(launch_rows(10), "x")) == "one-element add, 1 x 1,024: 4 µs from a Python loop, 1.0 µs in a graph"
 
 
 def test_baseline_bars_show_both_claims_and_no_wrong_baseline():
