@@ -125,7 +125,7 @@ def time_against_bytes(series, caption, *, live, reported=None):
     """
     ours = series[0]
     slopes = [f"{'~' * live}{one['bandwidth'] / 1e9:,.1f} GB/s" for one in series[:2]]
-    title = f"{ours['label']}: a slope of {slopes[0]}; {series[1]['label']}: {slopes[1]}"
+    title = f"{ours['label']}: {slopes[0]} by its slope; {series[1]['label']}: {slopes[1]}"
     figure, axes = _blank(title, caption, height=3.8)
     least, most = min(ours["bytes"]), max(ours["bytes"])
     wide = most > 100 * least
