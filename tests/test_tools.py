@@ -290,6 +290,17 @@ def test_a_run_is_kept_dated_and_becomes_pages(folder):
     assert tool.main(["keep", "card"]) == 1 and nbformat.read(folder / "runs/card/00_small.ipynb", as_version=4) == kept
 
 
+def test_the_kept_run_is_whole():
+    """Every notebook, executed on a GPU from start to end without an error, small enough, and of no machine's paths."""
+    for path in contract.PATHS:
+        kept = contract.read(ROOT / "docs" / "runs" / "h200" / path.name)
+        assert "NVIDIA H200" in kept.cells[0].source and "kernels: compiled" in kept.cells[0].source
+        assert (ROOT / "docs" / "runs" / "h200" / path.name).stat().st_size < 300_000
+        kept.cells.pop(0)
+        assert contract.executed(kept) == contract.widget_state(kept) == contract.machine_paths(kept) == []
+        assert not any("stores an error without" in sentence for sentence in contract.stored_outputs(kept))
+
+
 # ---- exercises -----------------------------------------------------------------------------------
 
 CHECKER = """def check_pages(fn):
