@@ -53,6 +53,7 @@ def _box(draw, controls, *more):
             finding.value = f"<b>{escape(type(error).__name__)}</b>: {escape(str(error))}"
             return
         picture.value = png(figure)
+        picture.tooltip = title_of(figure)  # an Image has no alternative text; screen readers take its title instead
         finding.value = escape(title_of(figure))
 
     return box, redraw
