@@ -1,6 +1,7 @@
-# make run    everything: install, model, needle test, every notebook, pages under site/
-# make lab    the notebooks in JupyterLab
-# make test   the whole test suite, notebooks included
+# make run      everything: install, model, needle test, every notebook, pages under site/
+# make lab      the notebooks in JupyterLab
+# make test     the whole test suite, notebooks included
+# make browser  every widget and page in Chromium
 PYTHON ?= python3
 PY := .venv/bin/python
 STARTED := $(shell date +%s)
@@ -11,7 +12,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # ipykernel's debugger warns about frozen modules; nothing here debugs.
 export PYDEVD_DISABLE_FILE_VALIDATION = 1
 
-.PHONY: run lab test refresh clean
+.PHONY: run lab test browser refresh clean
 
 run: .venv/.installed
 	@echo "== the model"
@@ -27,6 +28,12 @@ lab: .venv/.installed
 
 test: .venv/.installed
 	@$(PY) -m pytest
+
+# With the machine's own Chromium or Chrome, else with playwright's.
+browser: .venv/.installed
+	@$(PY) -m pip install -qq --disable-pip-version-check playwright==1.55.0
+	@command -v chromium || command -v google-chrome || $(PY) -m playwright install chromium
+	@$(PY) -m pytest -m browser tests/test_browser.py
 
 refresh: .venv/.installed
 	@$(PY) tools/notebooks.py refresh

@@ -7,6 +7,7 @@ from html import escape
 
 import ipywidgets
 import PIL.Image
+import traitlets
 from IPython.display import Image, display
 
 from .bench import records
@@ -56,9 +57,15 @@ def show_others(kind, draw):
         display(show(figure))
 
 
+class _Picture(ipywidgets.Image):
+    """An image whose ``tooltip`` screen readers read in place of the alternative text that ipywidgets has no room for."""
+
+    description = traitlets.Unicode("").tag(sync=True)  # without one, a browser fails to show an image that has a tooltip
+
+
 def _box(draw, controls, *more):
     """(a box with ``.controls``, ``.picture`` and ``.finding``, redraw): redraw() puts draw's picture, or its error in words, into the box."""
-    picture, finding = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="648px")), ipywidgets.HTML()
+    picture, finding = _Picture(format="png", layout=ipywidgets.Layout(max_width="648px")), ipywidgets.HTML()
     for control in controls.values():
         if hasattr(control, "continuous_update"):
             control.continuous_update = False
@@ -74,6 +81,7 @@ def _box(draw, controls, *more):
             finding.value = f"<b>{escape(type(error).__name__)}</b>: {escape(str(error))}"
             return
         picture.value = png(figure)
+        picture.tooltip = title_of(figure)
         finding.value = escape(title_of(figure))
 
     return box, redraw

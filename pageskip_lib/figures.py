@@ -1,7 +1,7 @@
 """Every figure of the notebooks: a pure function of data that returns a matplotlib Figure.
 
 The title states the finding, the caption says where the data comes from (``measured_here`` or ``recorded_on``).
-Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in their style or marker as well.
 """
 
 from matplotlib import colormaps
@@ -19,6 +19,7 @@ COLOURS = {
     "random": "#CC79A7",
     "coarse": "#882255",
 }
+STYLES, MARKERS = ("-", "--", ":", "-."), "os^DvPX"
 FLATTERED, HONEST = "#D55E00", "#0072B2"  # the number that flatters and the one beside it
 LABELS = {
     "full": "full attention",
@@ -59,8 +60,8 @@ def mass_kept(curves, share, caption):
     oracle, bound, window = (curves[policy][budget - 1] for policy in ("oracle", "pageskip", "window"))
     title = f"{budget} of {pages} pages keep {oracle:.0%} (oracle), {bound:.0%} (bound), {window:.0%} (window) of the attention"
     figure, axes = _blank(title, caption)
-    for policy, kept in curves.items():
-        axes.plot([(n + 1) / pages for n in range(pages)], kept, color=COLOURS[policy], label=LABELS[policy])
+    for (policy, kept), style in zip(curves.items(), STYLES):
+        axes.plot([(n + 1) / pages for n in range(pages)], kept, color=COLOURS[policy], linestyle=style, label=LABELS[policy])
     axes.axvline(budget / pages, color="#999999", linewidth=0.8, linestyle="--")
     axes.set(xlabel="share of the pages read", ylabel="attention mass kept", xlim=(0, 1), ylim=(0, 1.02))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
@@ -100,9 +101,9 @@ def roofline(cards, points, caption):
     title = f"{what}: {intensity:.0f} FLOP per byte, where the {first.name} needs {first.ridge:.0f} to be busy"
     figure, axes = _blank(title, caption, height=3.8)
     span = [0.05, max(6 * max(points.values()), 2000)]
-    for card, colour in zip(cards, ("#4d4d4d", "#E69F00", "#CC79A7")):
+    for card, colour, style in zip(cards, ("#4d4d4d", "#E69F00", "#CC79A7"), STYLES):
         corners = [span[0], card.ridge, span[1]]
-        axes.plot(corners, [min(x * card.bandwidth, card.fp16_flops) / 1e12 for x in corners], color=colour, label=card.name)
+        axes.plot(corners, [min(x * card.bandwidth, card.fp16_flops) / 1e12 for x in corners], color=colour, linestyle=style, label=card.name)
     for what, intensity in points.items():
         reached = min(intensity * first.bandwidth, first.fp16_flops) / 1e12
         axes.plot(intensity, reached, "o", color=COLOURS["pageskip"])
@@ -194,10 +195,11 @@ def dense_shares(rows, caption):
     batches = sorted({row["batch"] for row in timed})
     panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for batch, panel in zip(batches, panels):
-        for arm in dict.fromkeys(row["arm"] for row in timed):
+        for arm, marker in zip(dict.fromkeys(row["arm"] for row in timed), MARKERS):
             points = sorted((row["tokens"], row["share_of_read"]) for row in timed if (row["batch"], row["arm"]) == (batch, arm))
             wide = arm == "pageskip dense"
-            panel.plot(*zip(*points), color=ARM_COLOURS[arm], marker=".", linewidth=2.2 if wide else 1, zorder=3 if wide else 2, label=arm)
+            look = dict(color=ARM_COLOURS[arm], marker=marker, markersize=4)
+            panel.plot(*zip(*points), linewidth=2.2 if wide else 1, zorder=3 if wide else 2, label=arm, **look)
         panel.axhline(1, color="#999999", linewidth=0.8, linestyle="--")
         panel.set(title=f"batch {batch}", xlabel="context (tokens)", xscale="log", ylim=(0, 1.05))
         panel.title.set_fontsize(9)
@@ -245,10 +247,10 @@ def splits_time(rows, caption):
     unsplit, lost = max(ratio[shape, 1] for shape in by_shape), max(ratio[choice] for choice in chosen.items()) - 1
     title = f"One split: up to {unsplit:.0f} times slower than the best. The rule's choice (circle): within {lost:.0%}"
     figure, axes = _blank(title, caption, height=2.5)
-    for colour, (shape, points) in zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7"), by_shape.items()):
+    for colour, marker, (shape, points) in zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7"), MARKERS, by_shape.items()):
         counts = [row["splits"] for row in points]
         label = f"{shape[0]} x {shape[1]:,} ({fastest[shape]:.1f} µs)"
-        axes.plot(counts, [ratio[shape, n] for n in counts], marker=".", color=colour, label=label)
+        axes.plot(counts, [ratio[shape, n] for n in counts], marker=marker, markersize=4, color=colour, label=label)
         axes.plot(chosen[shape], ratio[shape, chosen[shape]], marker="o", markersize=10, fillstyle="none", color=colour)
     axes.set(xlabel="splits of each KV head's cache", ylabel="time over the fastest", xscale="log", yscale="log")
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 2, 4, 8, 16, 32, 64, 128, 256])
@@ -275,9 +277,9 @@ def bandwidth_cliff(rows, kernel, limit, limit_name, caches, caption, *, tokens=
     else:
         verdict = "warm and cold agree"
     figure, axes = _blank(f"{size[tokens]:.3g} MB: {warm:,.0f} GB/s warm, {cold:,.0f} cold; {verdict}", caption)
-    for how, colour in (("warm", FLATTERED), ("cold", HONEST)):
+    for how, colour, marker in (("warm", FLATTERED, "^"), ("cold", HONEST, "o")):
         label = f"{how} ({'same inputs again and again' if how == 'warm' else 'rotated past the cache'})"
-        axes.plot(list(size.values()), [rate[n, f"{kernel} {how}"] for n in size], color=colour, marker=".", label=label)
+        axes.plot(list(size.values()), [rate[n, f"{kernel} {how}"] for n in size], color=colour, marker=marker, markersize=4, label=label)
         axes.plot([size[tokens]], [rate[tokens, f"{kernel} {how}"]], color=colour, marker="o", markersize=10, fillstyle="none")
     axes.axhline(limit, color="#4d4d4d", linewidth=0.8, linestyle="--", label=f"{limit:,.0f} GB/s: {limit_name}")
     axes.set(xlabel="keys and values read by a call (MB)", ylabel="bytes over time (GB/s)", xscale="log", ylim=(0, None))
@@ -297,8 +299,8 @@ def launch_cost(rows, caption):
     arm, batch, tokens = worst = max(calls, key=lambda call: took[*call, "eager"] / took[*call, "graph"])
     eager, graph = took[*worst, "eager"], took[*worst, "graph"]
     figure, axes = _blank(f"{arm}, {batch} x {tokens:,}: {eager:.0f} µs from a Python loop, {graph:.1f} µs in a graph", caption, height=3.8)
-    for how, colour, label in (("eager", FLATTERED, "from a Python loop"), ("graph", HONEST, "inside one CUDA graph")):
-        axes.plot([took[*call, how] for call in calls], range(len(calls)), "o", color=colour, label=label, zorder=2)
+    for how, colour, marker, label in (("eager", FLATTERED, "^", "from a Python loop"), ("graph", HONEST, "o", "inside one CUDA graph")):
+        axes.plot([took[*call, how] for call in calls], range(len(calls)), marker, color=colour, label=label, zorder=2)
     for place, call in enumerate(calls):
         ends = sorted((took[*call, "graph"], took[*call, "eager"]))
         axes.plot(ends, [place] * 2, color="#bbbbbb", linewidth=3, zorder=1)
@@ -339,10 +341,10 @@ def box_bound(keys, q, caption):
     across, up = (high - low).tolist()
     axes.plot(low[0] + across * low.new_tensor([0, 1, 1, 0, 0]), low[1] + up * low.new_tensor([0, 0, 1, 1, 0]), color="#4d4d4d", linewidth=1)
     axes.plot(*keys.T, "o", color="#999999", label="keys")
-    for point, colour, label in ((corner, FLATTERED, "bounding corner"), (best, HONEST, "best key")):
+    for point, colour, marker, label in ((corner, FLATTERED, "s", "bounding corner"), (best, HONEST, "o", "best key")):
         # Everything on the dashed line has the same product with q.
         axes.axline([float(x) for x in point], [float(point[0] - q[1]), float(point[1] + q[0])], color=colour, linewidth=0.8, linestyle="--")
-        axes.plot(*[float(x) for x in point], "o", color=colour, markersize=9, label=label)
+        axes.plot(*[float(x) for x in point], marker, color=colour, markersize=9, label=label)
     axes.quiver(0, 0, float(q[0]), float(q[1]), angles="xy", scale_units="xy", scale=1, width=0.008, label="query")
     axes.set(xlabel="dimension 0", ylabel="dimension 1", xlim=(-3, 3), ylim=(-2, 2), xticks=(-2, 0, 2), yticks=(-2, 0, 2), aspect="equal")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -359,8 +361,8 @@ def step_reads(contexts, reads, caption):
     limit = (reads[whole][-1] - reads[whole][-2]) / (reads[asked][-1] - reads[asked][-2])
     title = f"{asked}: {now:.1f}x fewer bytes at {contexts[-1]:,} tokens, {limit:.0f}x at most"
     figure, axes = _blank(title, caption, height=2.5)
-    for (label, sizes), colour in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7")):
-        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, label=label)
+    for (label, sizes), colour, style in zip(reads.items(), ("#4d4d4d", "#0072B2", "#E69F00", "#CC79A7"), STYLES):
+        axes.plot(contexts, [size / 1e6 for size in sizes], color=colour, linestyle=style, label=label)
     axes.set(xlabel="context (tokens)", ylabel="MB read in a step", xscale="log", yscale="log")
     axes.set_xticks(contexts[::3], [f"{tokens // 1024}k" for tokens in contexts[::3]])
     axes.minorticks_off()
@@ -382,8 +384,8 @@ def step_lines(rows, arms, caption, *, live=True):
     tilde = "~" if live else ""
     grown = ", ".join(f"{arm.removeprefix('pageskip ')} {tilde}{points[-1][1] / points[0][1]:.1f}" for arm, points in took.items())
     figure, axes = _blank(f"{contexts[0]:,} to {contexts[-1]:,} tokens, times as long: {grown}", caption)
-    for arm, points in took.items():
-        axes.plot(*zip(*points), marker=".", color=STEP_COLOURS[arm], label=arm)
+    for (arm, points), marker in zip(took.items(), MARKERS):
+        axes.plot(*zip(*points), marker=marker, markersize=4, color=STEP_COLOURS[arm], label=arm)
     axes.set(xlabel="context (tokens)", ylabel="time of one call (µs)", xscale="log", yscale="log")
     axes.set_xticks(contexts, [f"{tokens:,}" for tokens in contexts])
     axes.minorticks_off()
@@ -696,10 +698,10 @@ def speed_ups(rows, caption, *, tokens=None, reported=()):
     baseline = "SDPA flash" if any(row["arm"] == "SDPA flash" for row in rows) else "SDPA"
     there = [f"{dict(points)[tokens]:.2f}x at batch {batch}" for batch, points in lines.items() if tokens in dict(points)]
     figure, axes = _blank(f"{tokens:,} tokens: {', '.join(there) or 'not measured'}", caption, height=3.6)
-    for (batch, points), colour in zip(lines.items(), ("#4d4d4d", "#E69F00", "#0072B2", "#009E73")):
+    for (batch, points), colour, marker in zip(lines.items(), ("#4d4d4d", "#E69F00", "#0072B2", "#009E73"), "os^v"):  # diamonds are others' points
         even = break_even(points)
         ahead = "never ahead" if even is None else "ahead everywhere" if even == points[0][0] else f"ahead from {_thousands(even)} on"
-        axes.plot(*zip(*points), marker=".", color=colour, label=f"batch {batch}: {ahead}")
+        axes.plot(*zip(*points), marker=marker, markersize=4, color=colour, label=f"batch {batch}: {ahead}")
         if tokens in dict(points):
             axes.plot(tokens, dict(points)[tokens], "o", markersize=10, fillstyle="none", color=colour)
         if even not in (None, points[0][0]):
