@@ -501,10 +501,12 @@ def codes_by_depth(control, chosen, depth, caption):
     """Codes found at every depth of one text, wording and context, beside what the control finds; at ``depth`` the answers as they came.
 
     control, chosen: {depth: row}, rows as ``quality.grid.run_grid`` returns them; chosen is empty where the setting's forced pages exceed the budget.
-    A cross marks a depth at which the control finds nothing; wrong answers are orange. A depth that was not asked gets an empty figure that says so.
+    A cross marks a depth at which the control finds nothing; wrong answers are orange. Where nothing was asked, the title says so.
     """
     if depth not in control:
-        return _blank(f"Nothing was asked here at depth {depth:.0%}", caption, height=2.9)[0]
+        figure, axes = _blank(f"Not in this record: depth {depth:.0%} of this text, wording and context", caption, height=2.9)
+        axes.axis("off")
+        return figure
     whole, row = control[depth], chosen.get(depth)
     if row is None:
         title = "The forced pages alone exceed this budget: not asked"

@@ -397,6 +397,13 @@ def depth_row(label, policy, kept, known=2, **more):
     return dict(label=label, policy=policy, kept=kept, control_right=known, asked=2, context=4096, **answers | dict(bytes_per_token=20e6) | more)
 
 
+def test_codes_by_depth_says_what_a_small_record_has_not():
+    control = {0.5: depth_row("everything", "full", 2)}
+    for there in (control, {}):
+        figure = figures.codes_by_depth(there, {}, 0.25, "x")
+        assert figure.get_suptitle() == "Not in this record: depth 25% of this text, wording and context" and not figure.axes[0].axison
+
+
 def test_codes_by_depth_speaks_of_the_chosen_depth_and_marks_the_controls_failures():
     control = {0.0: depth_row("everything", "full", 0, 0), 0.5: depth_row("everything", "full", 2, bytes_per_token=80e6)}
     chosen = {0.0: depth_row("window, page 16", "window", 0, 0), 0.5: depth_row("window, page 16", "window", 1)}

@@ -174,3 +174,10 @@ def test_the_command_prints_and_records(smollm, tmp_path, monkeypatch, capsys):
     main(["needle", "--grid", "--contexts", "300", "--depths", "0.5", "--codes", "1", "--record", "here", "--json", str(tmp_path / "out.json")])
     assert "2 cells" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == records.load("grid", "here")["rows"]
+
+
+def test_by_depth_takes_one_text_wording_context_setting_and_budget():
+    place = dict(hay="jargon", wording="verbatim", context=2048, label="bound", budget=0.25)
+    row = lambda **other: place | dict(depth=0.5, kept=1) | other  # noqa: E731
+    others = [row(hay="transcripts"), row(wording="reworded"), row(context=4096), row(label="window"), row(budget=0.125)]
+    assert grid.by_depth([*others, row(), row(depth=1.0)], *place.values()) == {0.5: row(), 1.0: row(depth=1.0)}

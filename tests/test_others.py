@@ -171,6 +171,11 @@ def test_prices_come_from_a_record_in_fp16_with_two_models(recorded):
     ):
         save_small(keep)
         assert not token_time.fitted_machines(budget, 64)
+    for kind in ("generate", "step"):
+        save_small()
+        run = records.load(kind, "mine")
+        records.save(run | dict(rows=[row | dict(dtype="float32") for row in run["rows"]]), kind, "mine")
+        assert not token_time.fitted_machines(budget, 64), f"bytes are counted for fp16, {kind} is not"
     save_small()
     (recorded / "step_mine.json").unlink()
     assert not token_time.fitted_machines(budget, 64)

@@ -215,6 +215,12 @@ def summarized(rows):
     ]  # fmt: skip
 
 
+def by_depth(rows, hay, wording, context, label, budget):
+    """{depth: row} of one text, wording, context, setting and budget."""
+    place = dict(hay=hay, wording=wording, context=context, label=label, budget=budget)
+    return {row["depth"]: row for row in rows if place.items() <= row.items()}
+
+
 def table(rows):
     """One line a setting and budget: of the codes that the control finds, how many it finds too; then what the control missed."""
     lines = [f"{'':<40}{'budget':>8}{'codes kept':>16}{'MB read/token':>15}{'needle page held':>18}"]
