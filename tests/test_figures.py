@@ -218,6 +218,26 @@ def test_dense_shares_counts_who_is_ahead_and_by_how_much_we_lose():
     assert [axes.get_title() for axes in figure.axes] == ["batch 8"] and "plain read" in figure.axes[0].get_ylabel()
 
 
+def test_lines_differ_in_more_than_their_colour():
+    rising, parts = [0.2, 1.0], ("score", "select", "attend")
+    splits = [dict(batch=batch, tokens=65536, splits=n, microseconds=300.0 / n, chosen=n == 4) for batch in (1, 8) for n in (1, 4)]
+    for figure in (
+        figures.mass_kept(dict(oracle=rising, pageskip=rising, window=rising), 1, "x"),
+        figures.roofline([CARDS["H200"], CARDS["RTX 4090"]], {"attention": 6}, "x"),
+        figures.dense_shares(shares(11, 12), "x"),
+        figures.splits_time(splits, "x"),
+        cliff(140),
+        figures.launch_cost(launch_rows(40), "x"),
+        figures.box_bound(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, 1.0]), "x"),
+        figures.step_reads([1024, 2048], {"whole cache": [64, 128], "1/8": [8, 16]}, "x"),
+        figures.step_lines([dict(arm=arm, tokens=n, microseconds=n / 100) for arm in parts for n in (4096, 131072)], parts, "x"),
+        figures.speed_ups(speed_rows((1, 8, 32)), "x"),
+    ):
+        named = [line for line in figure.axes[0].lines if not line.get_label().startswith("_") and line.get_label() != "keys"]
+        looks = {(line.get_linestyle(), line.get_marker()) for line in named}
+        assert len(looks) == len(named) > 1, f"{title_of(figure)}: {looks}"
+
+
 def test_the_split_map_adds_up():
     for rows, tiles, splits, sms in ((16, 512, 8, 132), (16, 512, 9, 132), (3, 7, 5, 4)):
         figure = figures.split_map(rows, tiles, splits, sms, "x")

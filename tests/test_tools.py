@@ -9,8 +9,9 @@ import nbformat
 import notebooks as tool
 import pytest
 import test_notebook_contract as contract
-from nbval.plugin import get_sanitize_patterns
+from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbval.plugin import get_sanitize_patterns
 from test_exercises import faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -299,6 +300,16 @@ def test_the_kept_run_is_whole():
         kept.cells.pop(0)
         assert contract.executed(kept) == contract.widget_state(kept) == contract.machine_paths(kept) == []
         assert not any("stores an error without" in sentence for sentence in contract.stored_outputs(kept))
+
+
+def test_a_page_gives_each_figure_its_own_text():
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    notebook = good()
+    for place, alt in ((3, "1 < 2"), (5, None), (6, "third")):
+        metadata = {"image/png": {"alt": alt}} if alt else {}
+        notebook.cells[place].outputs = [new_output("display_data", {"image/png": pixel}, metadata=metadata)]
+    html = tool.page(HTMLExporter(template_name="lab"), notebook, "Pages")
+    assert re.findall(r'<img[^>]*?alt="([^"]*)"', html) == ["1 &lt; 2", tool.NO_ALT, "third"]
 
 
 # ---- exercises -----------------------------------------------------------------------------------

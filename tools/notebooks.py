@@ -23,6 +23,7 @@ NOTEBOOKS = ROOT / "notebooks"
 SITE = ROOT / "site"
 RUNS = ROOT / "docs" / "runs"
 CELL_SECONDS = 240
+NO_ALT = "Figure; its numbers are printed beside it"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -197,7 +198,10 @@ def page(exporter, notebook, title):
     html, _ = exporter.from_notebook_node(notebook, resources)
     # MathJax comes from the network: deferred, it cannot hold up a reader who is offline.
     html = html.replace('<script src="https:', '<script defer src="https:')
-    return html.replace("No description has been provided for this image", "Figure; its numbers are printed beside it")
+    # The exporter knows nothing of the alternative texts that the figures brought along; it meets the figures in their order.
+    figures = [output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    alts = iter([output.metadata.get("image/png", {}).get("alt", NO_ALT) for output in figures])
+    return re.sub("No description has been provided for this image", lambda _: escape(next(alts, NO_ALT)), html)
 
 
 def title_and_question(cell):
