@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-# Oldest and newest release of each that the test suite has passed on.
+# Oldest and newest release of each that tests and notebooks have passed on.
 TESTED = {"python": ("3.11", "3.13"), "torch": ("2.11", "2.14"), "triton": ("3.6", "3.8"), "transformers": ("5.17", "5.24")}
 NO_TRITON = (
     "Triton has no build for this platform, so kernels cannot run here; "

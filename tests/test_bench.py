@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import time
 
 import PIL.Image
 import pytest
@@ -29,6 +30,14 @@ def test_every_arm_is_called_and_the_median_is_reported(monkeypatch):
     assert set(called) == {"a", "b"} and all(time.low <= time.median <= time.high for time in times.values())
 
 
+def test_on_a_cpu_inputs_take_turns_from_one_measurement_to_the_next(monkeypatch):
+    """Case J1: with many sets of inputs a measurement is one call, and none comes round again before the others."""
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: False)
+    called = []
+    timing.time_arms({"a": [lambda n=n: called.append(n) or time.sleep(0.002) for n in range(7)]}, repeats=11, seconds_each=1e-3)
+    assert called == [n % 7 for n in range(3 + 11)], "three calls to see how long one takes, then one a measurement"
+
+
 def test_summary_is_median_and_quartiles():
     assert timing.summary([1, 2, 3, 4, 100]) == timing.Timing(median=3, low=2, high=4)
 
@@ -37,7 +46,7 @@ def test_arms_take_turns(monkeypatch):
     """Cases J8 and J9: a clock that changes meets every arm."""
     monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: False)
     order = []
-    monkeypatch.setattr(timing, "_cpu_seconds", lambda calls, replays: order.append(calls[0]) or 1.0)
+    monkeypatch.setattr(timing, "_cpu_seconds", lambda calls, count: order.append(next(calls)) or 1.0)
     timing.time_arms({"a": ["a"], "b": ["b"]}, repeats=3)
     assert order[-6:] == ["a", "b"] * 3
 

@@ -24,6 +24,7 @@ from nbformat.v4 import new_output
 from test_notebook_contract import PATHS, code_cells, read, tags
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*PATHS, *sorted(tool.RUNS.glob("*/*.ipynb"))]
 pytestmark = pytest.mark.browser
 RUN_SECONDS, BEGIN_SECONDS, DRAW_SECONDS = 900, 10, 300  # a notebook takes a minute and the model's answer half of one, where nothing else runs
 SETTINGS = {
@@ -328,15 +329,20 @@ def dead_links(page, site):
         target, fragment = urldefrag(urljoin(page.url, href))
         if target.startswith("file:"):
             file = Path(unquote(urlparse(target).path))
-            if file.parent != site or not file.is_file() or (fragment and f'id="{unquote(fragment)}"' not in file.read_text(encoding="utf-8")):
+            if site not in file.parents or not file.is_file() or (fragment and f'id="{unquote(fragment)}"' not in file.read_text(encoding="utf-8")):
                 dead.append(href)
     return dead
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def target(path):
+    """The page of a notebook, from the index: those of a kept run lie in its folder."""
+    return f"{path.stem}.html" if path in PATHS else f"{path.parent.name}/{path.stem}.html"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=target)
 def test_a_page_works_without_a_network(path, site, offline, screenshots):
     page = offline.page
-    page.goto((site / f"{path.stem}.html").as_uri())
+    page.goto((site / target(path)).as_uri())
     assert not dead_links(page, site)
     pictures = page.locator("img").evaluate_all("all => all.map(e => [e.alt, e.naturalWidth])")
     assert pictures and all(alt.strip() and alt != tool.NO_ALT and width for alt, width in pictures), pictures
@@ -357,16 +363,16 @@ def test_a_page_works_without_a_network(path, site, offline, screenshots):
         answer.locator("summary").click()
         assert answer.evaluate("e => e.open") and answer.bounding_box()["height"] > height
     assert folded
-    page.screenshot(path=screenshots / f"{path.stem}-page.png", full_page=True)
+    page.screenshot(path=screenshots / f"{target(path).replace('/', '-')}.png", full_page=True)
     assert not offline.errors
 
 
 def test_the_index_leads_to_every_page(site, offline):
     offline.page.goto((site / "index.html").as_uri())
     assert not dead_links(offline.page, site)
-    assert offline.page.locator("a").count() == len(PATHS)
-    for path in PATHS:
-        offline.page.locator(f"a[href='{path.stem}.html']").click()
+    assert offline.page.locator("a").count() == len(PAGES)
+    for path in PAGES:
+        offline.page.locator(f"a[href='{target(path)}']").click()
         assert offline.page.locator("h1").first.is_visible()
         offline.page.go_back()
     assert not offline.errors

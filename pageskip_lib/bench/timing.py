@@ -5,6 +5,7 @@ cache. So the calls of an arm, each on inputs of its own, are captured in one CU
 larger than L2 several times over: every call finds a cold cache. Arms take turns, so that a change of clocks meets all of them.
 """
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=Non
     """Time several ways to do the same thing. arms: {name: list of zero-argument calls on rotated inputs}; returns {name: Timing}.
 
     With a CUDA GPU every arm becomes one graph, replayed so often that a measurement lasts ``seconds_each`` (launch gaps between
-    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts. before: called ahead of each measurement,
+    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts; as many of them as last ``seconds_each``, each
+    measurement going on where the one before it stopped, so that no input comes round again before all the others have had their turn. before: called ahead of each measurement,
     untimed, to put back what the calls change. progress: called after each measurement.
     """
     cuda = torch.cuda.is_available()
@@ -69,8 +71,9 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=Non
         runs = {name: captured(calls) for name, calls in arms.items()}
         measure = _gpu_seconds
     else:
-        runs = arms
+        runs = {name: itertools.cycle(calls) for name, calls in arms.items()}
         measure = _cpu_seconds
+    at_once = {name: len(calls) if cuda else 1 for name, calls in arms.items()}
     once = {name: min(measure(run, 1) for _ in range(3)) for name, run in runs.items()}
     replays = {name: max(1, round(seconds_each / max(seconds, 1e-7))) for name, seconds in once.items()}
     samples = {name: [] for name in arms}
@@ -78,18 +81,17 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=Non
         for name, run in runs.items():
             if before:
                 before()
-            per_call = measure(run, replays[name]) / replays[name] / len(arms[name])
+            per_call = measure(run, replays[name]) / replays[name] / at_once[name]
             samples[name].append(per_call * 1e6)
             if progress:
                 progress()
     return {name: summary(values) for name, values in samples.items()}
 
 
-def _cpu_seconds(calls, replays):
+def _cpu_seconds(calls, count):
     start = time.perf_counter()
-    for _ in range(replays):
-        for call in calls:
-            call()
+    for call in itertools.islice(calls, count):
+        call()
     return time.perf_counter() - start
 
 
