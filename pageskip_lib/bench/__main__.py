@@ -33,7 +33,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-
 def run_one(command, name):
     """Measure, print the table, and write the record if it has a name. Ends with a sentence where this machine cannot measure that."""
     _, run, table, total = COMMANDS[command]
