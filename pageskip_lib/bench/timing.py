@@ -62,9 +62,9 @@ def time_arms(arms, *, repeats=12, seconds_each=0.004, before=None, progress=Non
     """Time several ways to do the same thing. arms: {name: list of zero-argument calls on rotated inputs}; returns {name: Timing}.
 
     With a CUDA GPU every arm becomes one graph, replayed so often that a measurement lasts ``seconds_each`` (launch gaps between
-    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts; as many of them as last ``seconds_each``, each
-    measurement going on where the one before it stopped, so that no input comes round again before all the others have had their turn. before: called ahead of each measurement,
-    untimed, to put back what the calls change. progress: called after each measurement.
+    graphs vanish in it). Without one, the calls run eagerly on the CPU and the wall clock counts; as many of them as last ``seconds_each``,
+    each measurement going on where the one before it stopped, so that no input comes round again before all the others have had their turn.
+    before: called ahead of each measurement, untimed, to put back what the calls change. progress: called after each measurement.
     """
     cuda = torch.cuda.is_available()
     if cuda:
